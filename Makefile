@@ -1,0 +1,68 @@
+# `make` alone lists the targets. Everything is installed into .venv; nothing needs root, a GPU or torch
+# (the tests alone use torch, as the reference to compare with).
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+SEED   ?= 0
+ARCH   ?= v2-lite
+PRECISION ?= fp32
+TARGET ?= onnxruntime
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+
+.PHONY: help setup setup-test demo checkpoint engine serve check test perf-smoke clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# A stamp per dependency set: pip runs again only when pyproject.toml changes.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v[:2] <= (3, 12) else f"Python 3.10 to 3.12 is needed, this is {v[0]}.{v[1]}: make setup PYTHON=/path/to/python3.12")'
+	@$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed: on Debian and Ubuntu, apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+
+$(VENV)/.setup: pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV) (about half a minute) ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.setup-test: pyproject.toml | $(VENV)/bin/python
+	@echo "installing the test tools, torch included, into $(VENV) ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $(VENV)/.setup $@
+
+setup: $(VENV)/.setup ## install everything that serving needs into .venv
+
+setup-test: $(VENV)/.setup-test ## install what the tests need as well
+
+demo: setup ## make a checkpoint, build an engine, serve it, stream one completion over gRPC and HTTP
+	@$(BIN)/python build_scripts/demo.py
+
+checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3] [SEED=0]: write a small random checkpoint
+	@$(BIN)/python build_scripts/make_checkpoint.py --out '$(OUT)' --arch '$(ARCH)' --seed '$(SEED)'
+
+engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime]: build an engine directory
+	@$(BIN)/python build_scripts/build_engine.py --checkpoint '$(CHECKPOINT)' --engine '$(ENGINE)' --precision '$(PRECISION)' --target '$(TARGET)'
+
+serve: setup ## ENGINE=dir or CHECKPOINT=dir [HTTP_PORT GRPC_PORT METRICS_PORT]: serve in the foreground
+	@exec $(BIN)/python -m deepseek_triton.server --engine '$(ENGINE)' --checkpoint '$(CHECKPOINT)' \
+		--http-port '$(HTTP_PORT)' --grpc-port '$(GRPC_PORT)' --metrics-port '$(METRICS_PORT)'
+
+check: setup-test ## lint, types and unit tests
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/pytest -q tests/unit tests/contract
+
+test: setup-test ## every test, with real servers on free ports
+	@$(BIN)/pytest
+
+perf-smoke: setup-test ## a short perf_analyzer run against a real server
+	@$(BIN)/python perf/perf_smoke.py
+
+clean: ## remove .venv, caches and what demo built
+	@rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

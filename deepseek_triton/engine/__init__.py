@@ -1,0 +1,1 @@
+"""Engine: schedule, run, sample, update."""

@@ -1,0 +1,1 @@
+"""ModelSpec and weights to the portable ONNX model."""

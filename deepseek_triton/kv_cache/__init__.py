@@ -1,0 +1,1 @@
+"""Paged KV cache bookkeeping: block pool and block tables, numbers only."""

@@ -1,0 +1,1 @@
+"""ModelRunner implementations and the sampler."""

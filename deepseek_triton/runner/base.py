@@ -1,0 +1,72 @@
+"""The ModelRunner seam: one step of a batch in, one token per asking row out.
+
+The engine decides *what* runs (scheduler) and hands over plain numbers; a runner owns the model, the
+KV pools and the sampling, so that a GPU runner can keep logits on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepseek_triton.kv_cache.spec import KVCacheSpec
+from deepseek_triton.request import RequestKey, SamplingParams
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """What the sampler needs to draw one row's next token."""
+
+    params: SamplingParams
+    uniform: float  # in [0, 1), from the request's own generator; unused when greedy
+    banned_id: int | None  # the end id while min_tokens is not reached
+    prompt_token_ids: NDArray[np.int32]  # [P]; read only when params.penalized
+    output_token_ids: NDArray[np.int32]  # [O]; read only when params.penalized
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One request's share of a step."""
+
+    request_key: RequestKey
+    token_ids: NDArray[np.int32]  # [n ≥ 1] tokens whose KV this step computes
+    context_len: int  # tokens already in the cache; token_ids[0] sits at this position
+    block_table: NDArray[np.int32]  # [m] block ids; m · block_size ≥ context_len + n
+    sampling: RowSampling | None  # None: a prefill chunk that is not the last; no token wanted
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Aligned with the rows of the step; rows without sampling hold −1 and NaN."""
+
+    token_ids: NDArray[np.int32]  # [B]
+    log_probs: NDArray[np.float32]  # [B] natural log-softmax of the unmodified logits; NaN unless asked
+
+
+class ModelRunner(Protocol):
+    """Runs steps on one model. Not thread-safe: one thread calls it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """Geometry of the pools."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the scheduler may hand out: ids 0 … num_blocks − 1."""
+
+    def run(self, rows: tuple[StepRow, ...]) -> StepResult:
+        """Compute KV of each row's tokens, write it into the pools, and sample where asked.
+
+        Rows may mix prefill chunks and decodes; the runner groups them as suits it. The result of a
+        row depends on that row alone. Mutates the KV pools.
+        """
+
+    def close(self) -> None:
+        """Free the model and the pools; idempotent."""
