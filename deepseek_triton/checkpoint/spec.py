@@ -98,5 +98,6 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
+
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of q_a_layernorm and kv_a_layernorm: transformers' classes do not use rms_norm_eps there."""
+"""Epsilon of q_a_layernorm and kv_a_layernorm, which ignore rms_norm_eps in transformers' classes."""

@@ -1,7 +1,7 @@
 """The ModelRunner seam: one step of a batch in, one token per asking row out.
 
-The engine decides *what* runs (scheduler) and hands over plain numbers; a runner owns the model, the
-KV pools and the sampling, so that a GPU runner can keep logits on the device.
+The engine decides *what* runs (scheduler) and hands over plain numbers; a runner owns the model,
+the KV pools and the sampling, so that a GPU runner can keep logits on the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class StepResult:
     """Aligned with the rows of the step; rows without sampling hold −1 and NaN."""
 
     token_ids: NDArray[np.int32]  # [B]
-    log_probs: NDArray[np.float32]  # [B] natural log-softmax of the unmodified logits; NaN unless asked
+    log_probs: NDArray[
+        np.float32
+    ]  # [B] natural log-softmax of the unmodified logits; NaN unless asked
 
 
 class ModelRunner(Protocol):
