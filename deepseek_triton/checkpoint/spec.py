@@ -100,4 +100,4 @@ class ModelSpec:
 
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of q_a_layernorm and kv_a_layernorm, which ignore rms_norm_eps in transformers' classes."""
+"""Epsilon of q_a_layernorm and kv_a_layernorm: transformers does not use rms_norm_eps there."""
