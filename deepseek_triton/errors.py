@@ -3,6 +3,7 @@
     DeepseekTritonError
     ├── InvalidRequestError          a request that can never succeed as sent; names the field
     │   └── UnsupportedTensorError   a tensor of the contract that this version does not implement
+    ├── RequestFailedError           one request of a step failed; the others go on
     ├── RequestCancelledError        the client went away or asked to stop
     ├── OverloadedError              the queue is full; the same request may succeed later
     ├── EngineDeadError              the engine thread stopped; only a restart helps
@@ -37,6 +38,17 @@ class InvalidRequestError(DeepseekTritonError):
 
 class UnsupportedTensorError(InvalidRequestError):
     """A tensor of the contract, sent with a non-default value, that is not implemented."""
+
+
+class RequestFailedError(DeepseekTritonError):
+    """One request failed while it ran; the engine and the other requests go on.
+
+    `request_key` is the request at fault.
+    """
+
+    def __init__(self, request_key: str, message: str) -> None:
+        super().__init__(message)
+        self.request_key = request_key
 
 
 class RequestCancelledError(DeepseekTritonError):

@@ -63,6 +63,7 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     end_id: int | None = None  # None = never stop on a token
     deadline_ns: int | None = None  # time.monotonic_ns() at which the engine gives the request up
+    more_end_ids: tuple[int, ...] = ()  # further ids that end it: some models have several
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,14 @@ class TokenOutput:
     """What one step added to one request. The last one of a request has `finish_reason`.
 
     `index` counts this request's outputs from 0 without gaps. `token_ids` is empty only in a last
-    output that adds no token (cancelled, error). The end id is never in `token_ids`.
+    output that adds no token (end id, cancelled, error). An end id is neither sent nor counted.
     """
 
     request_key: RequestKey
     index: int
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]  # natural log, one per token; empty unless asked for
-    cum_log_prob: float  # sum over all of the request's tokens so far
+    cum_log_prob: float  # sum over all of the request's tokens so far; 0 unless asked for
     num_input_tokens: int
     num_output_tokens: int  # so far, this output included
     finish_reason: FinishReason | None = None

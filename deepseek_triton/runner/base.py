@@ -25,6 +25,7 @@ class RowSampling:
     banned_id: int | None  # the end id while min_tokens is not reached
     prompt_token_ids: NDArray[np.int32]  # [P]; read only when params.penalized
     output_token_ids: NDArray[np.int32]  # [O]; read only when params.penalized
+    more_banned_ids: tuple[int, ...] = ()  # banned as well: a request may have several end ids
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,11 @@ class StepRow:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Aligned with the rows of the step; rows without sampling hold −1 and NaN."""
+    """Aligned with the rows of the step; rows without sampling hold −1 and NaN.
+
+    A row that asked for a token and holds −1 has no token that could be chosen: its logits are not
+    finite (NaN, +Inf, or all −Inf). The engine ends that request alone with an error.
+    """
 
     token_ids: NDArray[np.int32]  # [B]
     log_probs: NDArray[
@@ -67,7 +72,8 @@ class ModelRunner(Protocol):
         """Compute KV of each row's tokens, write it into the pools, and sample where asked.
 
         Rows may mix prefill chunks and decodes; the runner groups them as suits it. The result of a
-        row depends on that row alone. Mutates the KV pools.
+        row depends on that row alone. Mutates the KV pools. Raises RequestFailedError when one row
+        is at fault and the others may run again without it; anything else ends the engine.
         """
 
     def close(self) -> None:
