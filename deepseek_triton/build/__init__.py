@@ -1,0 +1,1 @@
+"""Portable ONNX to engine directories, one file per target."""

@@ -1,0 +1,208 @@
+"""The engine directory on disk: it appears whole, by rename, and is verified whole at load."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+
+from tqdm import tqdm
+
+from deepseek_triton.build.manifest import MANIFEST_NAME, FileEntry, Manifest
+from deepseek_triton.errors import BuildError, EngineMismatchError
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 4 << 20
+_SLOW_BYTES = 2 << 30  # hashing more than this takes seconds: show a bar
+
+
+@dataclass(frozen=True)
+class EngineDir:
+    """A verified engine directory."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def model_path(self) -> Path:
+        """The model file that the target's runner loads."""
+        return self.path / self.manifest.model_file
+
+
+@contextmanager
+def create_engine_dir(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path`; make it `path`, durably, when the block ends well.
+
+    An engine directory already at `path` is replaced only then. If the block raises (Ctrl-C
+    included), the sibling is removed and `path` stays as it was.
+
+    Raises:
+        BuildError: the parent cannot be written, the disk is full, or `path` is something else
+            than an engine directory.
+    """
+    path = Path(os.path.abspath(path))
+    _refuse_foreign(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.tmp-", dir=path.parent))
+    except OSError as error:
+        raise BuildError(_write_problem(path, error)) from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp's 0700 would lock out a server of another user
+        _sync_tree(temporary)
+        _rename_over(temporary, path)
+    except OSError as error:
+        raise BuildError(_write_problem(path, error)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def describe_files(folder: Path) -> tuple[FileEntry, ...]:
+    """Return size and SHA-256 of each file in `folder`, ascending by name."""
+    paths = sorted(p for p in folder.iterdir() if p.name != MANIFEST_NAME)
+    digests = _sha256_of(paths)
+    return tuple(FileEntry(p.name, p.stat().st_size, digests[p.name]) for p in paths)
+
+
+def load_engine_dir(
+    path: Path, *, target: str | None = None, verify_contents: bool = True
+) -> EngineDir:
+    """Read the manifest of `path` and check that its files are those that were built.
+
+    Presence and sizes are always checked. SHA-256 of every file is compared unless
+    `verify_contents` is false, which is for readers of the manifest and the tokenizer alone: the
+    hash reads at 1-2 GB/s, about what loading the weights from disk needs anyway, and a bit flipped
+    on the disk leaves size and time of the file as they were, so no cheaper stamp would see it.
+
+    Raises:
+        EngineMismatchError: no engine directory, another format or target, a missing or changed
+            file; the message names the file and says what to rebuild.
+    """
+    path = Path(path)
+    try:
+        manifest = Manifest.from_json((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+        if target is not None and manifest.target != target:
+            raise EngineMismatchError(f"built for {manifest.target!r}, {target!r} is needed")
+        _check_sizes(path, manifest)
+        if verify_contents:
+            _check_contents(path, manifest)
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineMismatchError(mismatch(path, _read_problem(path, error))) from error
+    except EngineMismatchError as error:
+        raise EngineMismatchError(mismatch(path, str(error))) from error
+    return EngineDir(path, manifest)
+
+
+def mismatch(path: Path, problem: str) -> str:
+    """Return the message for an engine directory that cannot be used because of `problem`."""
+    return (
+        f"engine directory {path}: {problem}; rebuild it: "
+        f"make engine CHECKPOINT=<checkpoint folder> ENGINE={path}"
+    )
+
+
+def _check_sizes(path: Path, manifest: Manifest) -> None:
+    for entry in manifest.files:
+        if os.path.basename(entry.name) != entry.name:
+            raise EngineMismatchError(f"{MANIFEST_NAME}: files: {entry.name!r} has a folder part")
+        if not (path / entry.name).is_file():
+            raise EngineMismatchError(f"{entry.name} is missing")
+        size = (path / entry.name).stat().st_size
+        if size != entry.size:
+            raise EngineMismatchError(
+                f"{entry.name} has {size} bytes, the manifest says {entry.size}: "
+                "the file is truncated or was replaced"
+            )
+    listed = {entry.name for entry in manifest.files}
+    for name in (manifest.model_file, *manifest.tokenizer_files):
+        if name not in listed:
+            raise EngineMismatchError(f"{MANIFEST_NAME}: files: {name!r} is not listed")
+
+
+def _check_contents(path: Path, manifest: Manifest) -> None:
+    digests = _sha256_of([path / entry.name for entry in manifest.files])
+    for entry in manifest.files:
+        if digests[entry.name] != entry.sha256:
+            raise EngineMismatchError(f"{entry.name} changed since it was built (SHA-256 differs)")
+
+
+def _sha256_of(paths: list[Path]) -> dict[str, str]:
+    total = sum(p.stat().st_size for p in paths)
+    digests = {}
+    quiet = True if total < _SLOW_BYTES else None  # None: a bar if stderr is a terminal
+    with tqdm(total=total, desc="checksums", unit="B", unit_scale=True, disable=quiet) as bar:
+        for path in paths:
+            digest = hashlib.sha256()
+            with path.open("rb", buffering=0) as file:
+                while chunk := file.read(_READ_BYTES):
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+            digests[path.name] = digest.hexdigest()
+    return digests
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A folder that is replaced is deleted, so it has to be one of ours."""
+    try:
+        if path.is_dir():
+            foreign = any(path.iterdir()) and not (path / MANIFEST_NAME).is_file()
+        else:
+            foreign = path.is_symlink() or path.exists()
+    except OSError as error:
+        raise BuildError(_write_problem(path, error)) from error
+    if foreign or path.is_symlink():
+        raise BuildError(
+            f"{path} exists and is not an engine directory: choose another ENGINE or remove it"
+        )
+
+
+def _rename_over(temporary: Path, path: Path) -> None:
+    """Put `temporary` at `path`; on failure what was at `path` is back there."""
+    if not path.exists():
+        temporary.rename(path)
+    else:
+        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
+        path.rename(old)
+        try:
+            temporary.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    _sync(path.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    for file in folder.iterdir():
+        _sync(file)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_problem(path: Path, error: OSError) -> str:
+    if error.errno in (ENOSPC, EDQUOT):
+        return f"cannot write engine directory {path}: the disk is full; free space or move ENGINE"
+    where = f" ({error.filename})" if error.filename else ""
+    return f"cannot write engine directory {path}: {error.strerror or error}{where}"
+
+
+def _read_problem(path: Path, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename == str(path / MANIFEST_NAME):
+        return f"no {MANIFEST_NAME} there, so it is not a complete engine directory"
+    return str(error)
