@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 RESULTS_DIR = Path(__file__).parent / "results"
-PACKAGES = ("numpy", "onnx", "onnxruntime", "torch", "transformers", "tritonclient", "nvidia-pytriton")
+PACKAGES = (
+    "numpy",
+    "onnx",
+    "onnxruntime",
+    "torch",
+    "transformers",
+    "tritonclient",
+    "nvidia-pytriton",
+)
 
 
 def cpu_model() -> str:
