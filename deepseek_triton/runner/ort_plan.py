@@ -1,0 +1,93 @@
+"""How the rows of a step become calls of the model: padded [B, S] groups that waste little.
+
+A call reads all weights once, so one call for all rows would be best if the rows were alike. But
+its B · S tokens and B · L keys include padding, which costs as much as real ones. So a row joins
+a group when that costs less than a call of its own, by this model of the cost, in units of one
+token's linear layers:
+
+    cost(B, S, L) = 8 + B · (S + L · (4 + S) / 1024)
+
+8: reading the weights, as decode is bound by memory. L · 4 / 1024: gathering L cached rows.
+L · S / 1024: scores and their product with the values. (Measured on two cores with the
+391M-parameter reference model; the ratios change little with the model.) Typically all decodes form
+one call, prompts of similar length share one, and a long prompt has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from deepseek_triton.runner.base import StepRow
+
+_CALL_COST = 8.0
+_KEYS_PER_TOKEN = 1024.0
+_GATHER_COST = 4.0
+MAX_SCORES = 32 << 20
+"""Most attention scores (heads · B · S · L) of one layer in one call: 128 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one row that run in one call."""
+
+    row: int  # index in the step
+    start: int  # index of the first token in the row's token_ids
+    length: int  # tokens
+    context_len: int  # tokens in the cache before the first one
+    is_last: bool  # holds the row's last token
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens that the piece's last token attends to, itself included."""
+        return self.context_len + self.length
+
+
+def plan_calls(
+    rows: Sequence[StepRow], *, num_heads: int, max_scores: int = MAX_SCORES
+) -> list[tuple[Piece, ...]]:
+    """Return the calls of a step in order; the pieces of a row are in different calls, in order.
+
+    A row is cut into pieces when its scores alone would exceed `max_scores`.
+    """
+    calls: list[tuple[Piece, ...]] = []
+    pending = [_pieces(index, row, max_scores // num_heads) for index, row in enumerate(rows)]
+    while heads := [piece for pieces in pending if (piece := next(pieces, None))]:
+        calls += _group(heads, max_scores // num_heads)
+    return calls
+
+
+def _pieces(index: int, row: StepRow, max_pairs: int) -> Iterator[Piece]:
+    """Cut a row so that length · num_keys ≤ max_pairs, or length is 1."""
+    start, total = 0, len(row.token_ids)
+    while start < total:
+        context_len = row.context_len + start
+        length = total - start
+        while length > 1 and length * (context_len + length) > max_pairs:
+            length = -(-length // 2)
+        yield Piece(index, start, length, context_len, start + length == total)
+        start += length
+
+
+def _group(pieces: list[Piece], max_pairs: int) -> list[tuple[Piece, ...]]:
+    groups: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda p: (-p.length, -p.num_keys)):
+        if groups and _joins(groups[-1], piece, max_pairs):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return [tuple(group) for group in groups]
+
+
+def _joins(group: list[Piece], piece: Piece, max_pairs: int) -> bool:
+    longest = group[0].length
+    keys = max(p.num_keys for p in group)
+    joint_keys = max(keys, piece.num_keys)
+    if (len(group) + 1) * longest * joint_keys > max_pairs:
+        return False
+    joint = _cost(len(group) + 1, longest, joint_keys)
+    return joint <= _cost(len(group), longest, keys) + _cost(1, piece.length, piece.num_keys)
+
+
+def _cost(batch: int, length: int, keys: int) -> float:
+    return _CALL_COST + batch * (length + keys * (_GATHER_COST + length) / _KEYS_PER_TOKEN)
