@@ -10,6 +10,8 @@ SEED   ?= 0
 ARCH   ?= v2-lite
 PRECISION ?= fp32
 TARGET ?= onnxruntime
+# Not taken from the environment: some shells set HOST to the machine's name.
+HOST := 127.0.0.1
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
@@ -47,9 +49,9 @@ checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3] [SEED=0]: write a small random
 engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime]: build an engine directory
 	@$(BIN)/python build_scripts/build_engine.py --checkpoint '$(CHECKPOINT)' --engine '$(ENGINE)' --precision '$(PRECISION)' --target '$(TARGET)'
 
-serve: setup ## ENGINE=dir or CHECKPOINT=dir [HTTP_PORT GRPC_PORT METRICS_PORT]: serve in the foreground
+serve: setup ## ENGINE=dir or CHECKPOINT=dir [HOST=0.0.0.0] [HTTP_PORT GRPC_PORT METRICS_PORT]: serve in the foreground
 	@exec $(BIN)/python -m deepseek_triton.server --engine '$(ENGINE)' --checkpoint '$(CHECKPOINT)' \
-		--http-port '$(HTTP_PORT)' --grpc-port '$(GRPC_PORT)' --metrics-port '$(METRICS_PORT)'
+		--http-port '$(HTTP_PORT)' --grpc-port '$(GRPC_PORT)' --metrics-port '$(METRICS_PORT)' --host '$(HOST)'
 
 check: setup-test ## lint, types and unit tests
 	@$(BIN)/ruff format --check .

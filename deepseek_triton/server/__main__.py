@@ -1,0 +1,114 @@
+"""Serve an engine directory or a checkpoint in the foreground: python -m deepseek_triton.server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from deepseek_triton.errors import DeepseekTritonError
+from deepseek_triton.server.launcher import running_server
+from deepseek_triton.server.options import ServerOptions, default_model_repository
+
+logger = logging.getLogger("deepseek_triton.server")
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Parse the command line; an empty --engine or --checkpoint counts as absent."""
+    defaults = ServerOptions(Path())
+    parser = argparse.ArgumentParser(
+        prog="python -m deepseek_triton.server",
+        description="Serve a DeepSeek engine with tritonserver until SIGINT or SIGTERM.",
+        epilog="Arguments after -- go to tritonserver as they are. Settings of the engine are "
+        "environment variables DEEPSEEK_TRITON_<SETTING>.",
+    )
+    add = parser.add_argument
+    add("--engine", default="", help="engine directory (make engine)")
+    add("--checkpoint", default="", help="checkpoint folder; its engine is built first and kept")
+    add("--host", default=defaults.host, help="address to listen on; 0.0.0.0 lets other "
+        "machines in (default: %(default)s)")  # fmt: skip
+    add("--http-port", type=int, default=defaults.http_port, help="(default: %(default)s)")
+    add("--grpc-port", type=int, default=defaults.grpc_port, help="(default: %(default)s)")
+    add("--metrics-port", type=int, default=defaults.metrics_port, help="(default: %(default)s)")
+    add("--model-repository", type=Path, default=default_model_repository(), metavar="DIR",
+        help="(default: %(default)s)")  # fmt: skip
+    add("--log-verbose", type=int, default=0, help="tritonserver's verbosity (default: 0)")
+    add("--ready-timeout", type=float, default=defaults.ready_timeout_s, metavar="SECONDS",
+        help="for the models to load (default: %(default)g)")  # fmt: skip
+    add("--exit-timeout", type=int, default=defaults.exit_timeout_s, metavar="SECONDS",
+        help="for requests in flight when stopped (default: %(default)s)")  # fmt: skip
+    own, extra = _split(arguments)
+    parsed = parser.parse_args(own)
+    parsed.extra_args = extra
+    if not parsed.engine and not parsed.checkpoint:
+        parser.error("give --engine DIR or --checkpoint DIR (make serve ENGINE=dir)")
+    return parsed
+
+
+def serve(parsed: argparse.Namespace) -> None:
+    """Serve until interrupted (KeyboardInterrupt) or until the server fails (ServerError)."""
+    options = ServerOptions(
+        engine_dir=_engine_dir(parsed.engine, parsed.checkpoint),
+        model_repository=parsed.model_repository,
+        host=parsed.host,
+        http_port=parsed.http_port,
+        grpc_port=parsed.grpc_port,
+        metrics_port=parsed.metrics_port,
+        log_verbose=parsed.log_verbose,
+        ready_timeout_s=parsed.ready_timeout,
+        exit_timeout_s=parsed.exit_timeout,
+        extra_args=tuple(parsed.extra_args),
+    )
+    with running_server(options) as server:
+        logger.info(
+            "ready: serving %s; HTTP %s, gRPC %s, metrics %s; Ctrl-C stops it",
+            options.engine_dir, server.http_url, server.grpc_url, server.metrics_url,
+        )  # fmt: skip
+        server.wait()
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit status: 0 after a stop by signal, 1 after a failure."""
+    parsed = parse_arguments(arguments)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        serve(parsed)
+    except KeyboardInterrupt:
+        logger.info("stopped")
+    except DeepseekTritonError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def _engine_dir(engine: str, checkpoint: str) -> Path:
+    if not checkpoint:
+        return Path(engine)
+    from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
+
+    engine_dir = Path(engine) if engine else cached_engine_path(Path(checkpoint))
+    ensure_engine(Path(checkpoint), engine_dir)
+    return engine_dir
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """SIGTERM and SIGHUP take Ctrl-C's path."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
