@@ -1,0 +1,45 @@
+"""Write a small DeepSeek checkpoint with random weights, in Hugging Face form."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from deepseek_triton.checkpoint.presets import PRESETS, preset_config
+from deepseek_triton.checkpoint.random import WEIGHT_DTYPES, write_random_checkpoint
+from deepseek_triton.errors import DeepseekTritonError
+
+
+def main() -> int:
+    """Parse the command line, write the folder, return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--arch", default="v2-lite", help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
+    parser.add_argument("--dtype", default="float32", choices=tuple(WEIGHT_DTYPES))
+    parser.add_argument("--num-shards", type=int, default=1, help="weight files to split into")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace another random checkpoint at OUT"
+    )
+    args = parser.parse_args()
+    if not args.out:
+        parser.error("--out is empty: make checkpoint OUT=dir [ARCH=v2-lite|v2|v3] [SEED=0]")
+    try:
+        path = write_random_checkpoint(
+            Path(args.out),
+            preset_config(args.arch),
+            args.seed,
+            dtype=args.dtype,
+            num_shards=args.num_shards,
+            overwrite=args.overwrite,
+        )
+    except DeepseekTritonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{path}: a {args.arch} checkpoint with random weights, seed {args.seed}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
