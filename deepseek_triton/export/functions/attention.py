@@ -4,10 +4,11 @@ from __future__ import annotations
 
 # −1e30 rather than −inf: a padding row is masked everywhere, and must not turn into NaN.
 ATTENTION_MASK = """
-# Additive mask of a step, the same for every layer and head: 0 where the query may look, else −1e30.
-# Keys are the M · block_size cached slots, then the S new tokens. A key is visible when its position
-# is at most the query's; unused slots and padding (position −1) get a position beyond all others.
-#   positions [B, S], context_lens [B], block_tables [B, M] int32 → mask [B, S, 1, M · block_size + S]
+# Additive mask of a step, the same for every layer and head: 0 where a query may look, else −1e30.
+# Keys are the M·block_size cached slots, then the S new tokens. A key is visible if its position is
+# at most the query's; unused slots and padding (position −1) get a position beyond all others.
+#   positions [B, S], context_lens [B], block_tables [B, M] int32
+#   → mask [B, S, 1, M·block_size+S] float32
 AttentionMask <block_size> (positions, context_lens, block_tables) => (mask) {
     zero = Constant <value = int32 {0}> ()
     one = Constant <value = int32 {1}> ()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # Pow rather than Mul(x, x): ONNX Runtime's norm fusion looks for it.
 RMS_NORM = """
-# Root-mean-square norm (arXiv 1910.07467) over the last axis: x / sqrt(mean(x²) + epsilon) · weight.
+# Root-mean-square norm (arXiv 1910.07467) over the last axis:
+# x / sqrt(mean(x²) + epsilon) · weight.
 #   x [..., D], weight [D] → y [..., D]
 RMSNorm <epsilon> (x, weight) => (y) {
     wide = Cast <to = 1> (x)

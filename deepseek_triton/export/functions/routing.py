@@ -18,8 +18,8 @@ RouteSoftmax <top_k, scaling_factor> (logits) => (expert_ids, expert_weights) {
 """
 
 ROUTE_SOFTMAX_GROUPED = """
-# DeepSeek-V2 (arXiv 2405.04434, section 2.2.2): as RouteSoftmax, but only among the top_groups groups
-# with the best single expert; the scores of the other groups count as 0.
+# DeepSeek-V2 (arXiv 2405.04434, section 2.2.2): as RouteSoftmax, but only among the top_groups
+# groups with the best single expert; the scores of the other groups count as 0.
 #   logits [T, E] → expert_ids [T, K] int64, expert_weights [T, K]
 RouteSoftmaxGrouped <top_k, num_groups, top_groups, scaling_factor>
     (logits) => (expert_ids, expert_weights)

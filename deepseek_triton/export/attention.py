@@ -1,0 +1,108 @@
+"""Latent attention of one layer: projections around the function that does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepseek_triton.checkpoint.names import layer_prefix
+from deepseek_triton.checkpoint.spec import LATENT_NORM_EPS
+from deepseek_triton.export.modules import ModuleWriter, Projection
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """Values that are computed once a step and read by every layer."""
+
+    cos: str  # [T, 1, rope] float32
+    sin: str  # [T, 1, rope] float32
+    turn: str  # [rope, rope]
+    mask: str  # [B, S, 1, M·block_size + S] float32
+    block_tables: str  # [B, M] int32
+
+
+def latent_attention(modules: ModuleWriter, x: str, layer: int, step: StepValues) -> str:
+    """Append attention of layer `layer` over x [T, D]; return its output [T, D].
+
+    Reads the graph input `kv_pool.<l>` and makes the new rows `new_kv.<l>` [B, S, W].
+    """
+    name, source = f"layers.{layer}.attention", layer_prefix(layer) + "self_attn."
+    graph, spec = modules.graph, modules.spec.attention
+    q, kv_a = _query_and_latent(modules, x, name, source)
+    kv_norm = modules.norm_weight(
+        f"{name}.kv_norm.weight", source + "kv_a_layernorm", spec.kv_lora_rank
+    )
+    w_uk, w_uv = _latent_weights(modules, name, source + "kv_b_proj.weight")
+    rotary = (step.cos, step.sin, step.turn)
+    cache = (f"kv_pool.{layer}", step.block_tables, step.mask)
+    context, _ = graph.pair(
+        "deepseek.LatentAttention",
+        [q, kv_a, kv_norm, w_uk, w_uv, *rotary, *cache],
+        name,
+        (f"{name}.context", f"new_kv.{layer}"),
+        num_heads=[spec.num_heads],
+        qk_head_dims=[spec.qk_nope_head_dim, spec.qk_rope_head_dim],
+        latent_dims=[spec.kv_lora_rank, spec.qk_rope_head_dim],
+        v_head_dim=[spec.v_head_dim],
+        scale=spec.softmax_scale,
+        epsilon=LATENT_NORM_EPS,
+        rotary_interleaved=[int(modules.spec.rope.interleaved)],
+    )
+    out = Projection(source + "o_proj", modules.spec.hidden_size, spec.bias)
+    width = spec.num_heads * spec.v_head_dim
+    return modules.linear(context, f"{name}.o", width, [out])
+
+
+def _query_and_latent(modules: ModuleWriter, x: str, name: str, source: str) -> tuple[str, str]:
+    """Append the projections of x [T, D]: q [T, H·(nope+rope)] and kv_a [T, W].
+
+    All that read x share one product.
+    """
+    graph, spec, hidden = modules.graph, modules.spec.attention, modules.spec.hidden_size
+    q_width = spec.num_heads * spec.qk_head_dim
+    kv_a = Projection(source + "kv_a_proj_with_mqa", spec.latent_width, spec.bias)
+    rank = spec.q_lora_rank
+    if rank is None:
+        first = Projection(source + "q_proj", q_width)
+    else:
+        first = Projection(source + "q_a_proj", rank, spec.bias)
+    both = modules.linear(x, f"{name}.q_kv_a", hidden, [first, kv_a])
+    sizes = graph.constant(
+        f"{name}.q_kv_a.sizes", np.array([first.outputs, kv_a.outputs], np.int64)
+    )
+    q, latent = graph.pair(
+        "Split", [both, sizes], f"{name}.split", (f"{name}.q_a", f"{name}.kv_a"), axis=-1
+    )
+    if rank is not None:
+        q = modules.rms_norm(q, f"{name}.q_norm", source + "q_a_layernorm", rank, LATENT_NORM_EPS)
+        q = modules.linear(q, f"{name}.q_b", rank, [Projection(source + "q_b_proj", q_width)])
+    return q, latent
+
+
+def _latent_weights(modules: ModuleWriter, name: str, source: str) -> tuple[str, str]:
+    """Add w_uk [H, nope, rank] and w_uv [H, rank, v], the two halves of kv_b_proj.
+
+    The checkpoint holds [H, nope + v, rank]; w_uv is transposed head by head, so that no target has
+    to transpose it in the graph.
+    """
+    spec = modules.spec.attention
+    heads, nope, value, rank = (
+        spec.num_heads,
+        spec.qk_nope_head_dim,
+        spec.v_head_dim,
+        spec.kv_lora_rank,
+    )
+    kv_b = modules.reader.require(source, (heads * (nope + value), rank))
+    by_head = kv_b.reshape(heads, nope + value, rank)
+
+    def transposed() -> Iterator[NDArray[Any]]:
+        for head in by_head:
+            yield head[nope:].T
+
+    w_uk = modules.graph.weight(f"{name}.w_uk", (heads, nope, rank), by_head[:, :nope])
+    w_uv = modules.graph.weight(f"{name}.w_uv", (heads, rank, value), transposed())
+    return w_uk, w_uv

@@ -1,0 +1,135 @@
+"""Weights on their way from checkpoint views to one external data file.
+
+A weight is declared with its shape and a lazy sequence of blocks; nothing is read before
+`WeightFile.write`, which holds one chunk of one block at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+ALIGNMENT = 4096  # a page, so that any runtime can map each weight by itself
+_CHUNK_BYTES = 8 << 20  # of converted output; bounds the memory of a conversion
+_RELEASE_BYTES = 64 << 20  # written between two releases of mapped input pages
+
+
+class TensorReader(Protocol):
+    """What export needs of a checkpoint."""
+
+    def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return a tensor, preferably a view on a mapped file, after checking its shape."""
+
+    def release(self) -> None:
+        """Drop mapped pages read so far from memory; arrays stay valid."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    blocks: Iterable[NDArray[Any]]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightFile:
+    """Lays weights out in one file at page-aligned offsets, in order of declaration."""
+
+    def __init__(self) -> None:
+        self._weights: list[_Weight] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file that `write` makes."""
+        return self._weights[-1].offset + self._weights[-1].nbytes if self._weights else 0
+
+    def add(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: np.dtype[Any],
+        blocks: Iterable[NDArray[Any]],
+    ) -> None:
+        """Declare a weight whose elements are those of `blocks` in C order, converted to `dtype`.
+
+        `blocks` is read once, by `write`.
+        """
+        offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        self._weights.append(_Weight(name, tuple(shape), dtype, blocks, offset))
+
+    def tensors(self, location: str) -> Iterator[onnx.TensorProto]:
+        """Yield one initializer a weight, pointing into the file `location` beside the model."""
+        for weight in self._weights:
+            tensor = onnx.TensorProto(
+                name=weight.name,
+                dims=weight.shape,
+                data_type=onnx.helper.np_dtype_to_tensor_dtype(weight.dtype),
+                data_location=onnx.TensorProto.EXTERNAL,
+            )
+            entries = {"location": location, "offset": weight.offset, "length": weight.nbytes}
+            for key, value in entries.items():
+                tensor.external_data.add(key=key, value=str(value))
+            yield tensor
+
+    def write(self, path: Path, release: Callable[[], None]) -> None:
+        """Write the file at `path` and flush it to disk.
+
+        Calls `release` now and then, so that mapped input does not pile up. Raises OSError.
+        """
+        unreleased = 0
+        bar = tqdm(
+            total=self.nbytes, desc="export weights", unit="B", unit_scale=True, disable=None
+        )
+        with path.open("wb") as file, bar:
+            for weight in self._weights:
+                file.seek(weight.offset)
+                for chunk in _chunks(weight):
+                    file.write(chunk)
+                    bar.update(chunk.nbytes)
+                    unreleased += chunk.nbytes
+                    if unreleased >= _RELEASE_BYTES:
+                        release()
+                        unreleased = 0
+            release()
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _chunks(weight: _Weight) -> Iterator[memoryview]:
+    """Yield a weight's bytes; raises ValueError if its blocks do not fill its shape exactly."""
+    limit = _CHUNK_BYTES // weight.dtype.itemsize
+    written = 0
+    for block in weight.blocks:
+        flat = block.reshape(-1)
+        for start in range(0, flat.size, limit):
+            chunk = np.ascontiguousarray(flat[start : start + limit], dtype=weight.dtype)
+            written += chunk.nbytes
+            yield chunk.view(np.uint8).data
+    if written != weight.nbytes:
+        raise ValueError(f"{weight.name}: blocks hold {written} bytes of {weight.nbytes}")
+
+
+def interleave_rows(first: NDArray[Any], second: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield the rows of two [F, D] arrays in turn: first 0, second 0, first 1, second 1.
+
+    Blocks [n, 2, D] are copies of bounded size.
+    """
+    row_bytes = 2 * first.shape[1] * first.itemsize
+    step = max(1, _CHUNK_BYTES // max(1, row_bytes))
+    for start in range(0, len(first), step):
+        rows = slice(start, start + step)
+        yield np.stack([first[rows], second[rows]], axis=1)
