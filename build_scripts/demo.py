@@ -1,0 +1,135 @@
+"""The whole job once: checkpoint, engine, server, a completion over gRPC and one over HTTP.
+
+Everything is kept in .cache/demo/, so that a second run begins with the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "client"))
+
+from grpc_stream import GenerationError as GrpcError  # noqa: E402
+from grpc_stream import stream_grpc  # noqa: E402
+from http_generate import GenerationError as HttpError  # noqa: E402
+from http_generate import generate_stream  # noqa: E402
+
+from deepseek_triton.checkpoint.presets import PRESETS, preset_config  # noqa: E402
+from deepseek_triton.checkpoint.random import write_random_checkpoint  # noqa: E402
+from deepseek_triton.errors import DeepseekTritonError  # noqa: E402
+from deepseek_triton.server import RunningServer, ServerOptions, running_server  # noqa: E402
+from deepseek_triton.server.engine_cache import ensure_engine  # noqa: E402
+
+Piece = tuple[str, int]  # text, tokens made so far
+TOKENS = "num_output_tokens"
+
+
+def prepare(folder: Path, arch: str) -> Path:
+    """Return the demo's engine directory, made from a random checkpoint if it is not there yet."""
+    checkpoint = folder / f"checkpoint-{arch}"
+    engine = folder / f"engine-{arch}"
+    print(f"1. checkpoint  {_shown(checkpoint)}: {arch} architecture, random weights", flush=True)
+    write_random_checkpoint(checkpoint, preset_config(arch), overwrite=True)
+    print(f"2. engine      {_shown(engine)}", flush=True)
+    built = ensure_engine(checkpoint, engine)
+    print("               built" if built else "               kept from an earlier run")
+    return engine
+
+
+def over_grpc(server: RunningServer, prompt: str, max_tokens: int) -> Iterator[Piece]:
+    """Yield the completion as it comes through a gRPC stream."""
+    chunks = stream_grpc(
+        prompt,
+        url=server.grpc_url,
+        max_tokens=max_tokens,
+        outputs=("text_output", "finish_reason", TOKENS),
+        return_num_output_tokens=True,
+    )
+    for chunk in chunks:
+        yield chunk.text, int(chunk.outputs[TOKENS].flat[0])
+
+
+def over_http(server: RunningServer, prompt: str, max_tokens: int) -> Iterator[Piece]:
+    """Yield the completion as it comes from generate_stream."""
+    events = generate_stream(
+        prompt, url=server.http_url, max_tokens=max_tokens, return_num_output_tokens=True
+    )
+    for event in events:
+        yield event["text_output"], event[TOKENS]
+
+
+def show(title: str, prompt: str, pieces: Iterable[Piece]) -> None:
+    """Print a completion as it arrives, then time to first token and tokens per second."""
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    print(f"\n{title}\n{prompt}{bold}", end="", flush=True)
+    start = time.perf_counter()
+    arrivals: list[float] = []
+    tokens = 0
+    for text, tokens in pieces:  # noqa: B007: the last count is the total
+        arrivals.append(time.perf_counter() - start)
+        print(text, end="", flush=True)
+    seconds = arrivals[-1] - arrivals[0]
+    rate = f"then {(tokens - 1) / seconds:.0f} tokens/s" if seconds else "one piece"
+    print(f"{plain}\n[{tokens} tokens; the first after {1e3 * arrivals[0]:.0f} ms; {rate}]")
+
+
+def run(folder: Path, arguments: argparse.Namespace) -> None:
+    """Do the whole job; raises the package's and the clients' errors."""
+    engine = prepare(folder, arguments.arch)
+    log = folder / "server.log"
+    print(f"3. server      log in {_shown(log)}", flush=True)
+    options = ServerOptions(
+        engine,
+        http_port=arguments.http_port,
+        grpc_port=arguments.grpc_port,
+        metrics_port=arguments.metrics_port,
+        exit_timeout_s=3,
+    )
+    start = time.perf_counter()
+    with running_server(options, log_path=log) as server:
+        seconds = time.perf_counter() - start
+        print(f"               ready after {seconds:.1f} s")
+        print(f"               HTTP {server.http_url}, gRPC {server.grpc_url}")
+        request = (server, arguments.prompt, arguments.max_tokens)
+        show("4. gRPC stream", arguments.prompt, over_grpc(*request))
+        show("5. HTTP generate_stream", arguments.prompt, over_http(*request))
+    print("\n6. stopped\n   `make serve CHECKPOINT=dir` serves a checkpoint of your own.")
+
+
+def main() -> int:
+    """Return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", default="v2-lite", choices=tuple(PRESETS))
+    parser.add_argument("--prompt", default="What is deep learning?")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    for service in ("http", "grpc", "metrics"):
+        parser.add_argument(f"--{service}-port", type=int, default=0, help="(default: a free one)")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM takes Ctrl-C's path
+    folder = ROOT / ".cache" / "demo"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        run(folder, arguments)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except (DeepseekTritonError, GrpcError, HttpError) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(ROOT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
