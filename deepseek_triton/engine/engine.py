@@ -1,0 +1,273 @@
+"""The Engine seam, and the engine that steps our own scheduler and a ModelRunner."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from deepseek_triton.config import SchedulerConfig
+from deepseek_triton.engine.delivery import Deliveries, Delivery
+from deepseek_triton.engine.state import Emit, RequestState
+from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError, RequestFailedError
+from deepseek_triton.log import request_logger
+from deepseek_triton.metrics import EngineStats
+from deepseek_triton.request import FinishReason, Request, RequestKey, TokenOutput
+from deepseek_triton.runner.base import ModelRunner, StepResult
+from deepseek_triton.scheduler import ScheduledStep, Scheduler
+
+_logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """Takes requests, yields their tokens. Engines with a scheduler of their own fit as well."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are accepted and make progress."""
+
+    def submit(self, request: Request, emit: Emit) -> None:
+        """Accept a request, whose outputs then go to `emit`; exactly one has a finish_reason.
+
+        Raises InvalidRequestError, OverloadedError or EngineDeadError; `emit` is not called then.
+        """
+
+    def abort(self, request_key: RequestKey) -> bool:
+        """End a request with FinishReason.CANCELLED; False, and nothing happens, if unknown."""
+
+    def stats(self) -> EngineStats:
+        """Return counts and gauges of this moment."""
+
+    def close(self) -> None:
+        """Cancel what runs and free the model; idempotent."""
+
+
+class StepEngine:
+    """An Engine that works when `step` is called: schedule → run → update. Not thread-safe."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: SchedulerConfig | None = None,
+        *,
+        max_context_len: int | None = None,
+        deliver: Callable[[Deliveries], None] | None = None,
+        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`deliver` takes each step's outputs; by default the receivers are called at once.
+
+        `max_context_len` bounds prompt and output tokens together; None leaves it to the KV cache.
+        """
+        self._runner = runner
+        self._scheduler = Scheduler(
+            config or SchedulerConfig(), runner.kv_cache_spec, runner.num_blocks
+        )
+        self._max_context_len = max_context_len
+        self._deliver = deliver or Delivery(self.abort)
+        self._monotonic_ns = monotonic_ns
+        self._states: dict[RequestKey, RequestState] = {}
+        self._outbox: list[tuple[Emit, TokenOutput]] = []
+        self._finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
+        self._prompt_tokens = self._tokens = self._steps = 0
+        self._step_seconds = self._runner_seconds = 0.0
+        self._closed = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the model is loaded."""
+        return not self._closed
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._states)
+
+    def prepare(self, request: Request, emit: Emit) -> RequestState:
+        """Validate `request` and build its state; thread-safe. Raises InvalidRequestError."""
+        num_prompt, vocab_size = len(request.prompt_token_ids), self._runner.vocab_size
+        if num_prompt == 0:
+            raise InvalidRequestError("prompt", "empty; at least one token is needed")
+        if request.max_tokens < 1:
+            raise InvalidRequestError("max_tokens", f"{request.max_tokens}; at least 1 is needed")
+        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocab_size:
+            raise InvalidRequestError(
+                "prompt", f"a token id is outside the vocabulary, 0 to {vocab_size - 1}"
+            )
+        limit = self._max_context_len
+        if limit is not None and num_prompt + request.max_tokens > limit:
+            raise InvalidRequestError(
+                "max_tokens",
+                f"a prompt of {num_prompt} tokens and max_tokens {request.max_tokens} exceed the "
+                f"context limit of {limit} tokens; shorten the prompt or lower max_tokens",
+            )
+        self._scheduler.check_fits(num_prompt, request.max_tokens)
+        return RequestState(request, emit)
+
+    def submit(self, request: Request, emit: Emit) -> None:
+        """Queue a request; see Engine."""
+        self.admit(self.prepare(request, emit))
+
+    def admit(self, state: RequestState) -> None:
+        """Queue a prepared request. Raises InvalidRequestError or OverloadedError."""
+        request = state.request
+        num_prompt = len(request.prompt_token_ids)
+        self._scheduler.add(request.request_key, num_prompt, request.max_tokens)
+        self._states[request.request_key] = state
+        self._prompt_tokens += num_prompt
+        request_logger(_logger, request.request_key).debug(
+            "queued: %d prompt tokens, at most %d more", num_prompt, request.max_tokens
+        )
+
+    def abort(self, request_key: RequestKey) -> bool:
+        """End a request as cancelled; see Engine."""
+        state = self._states.get(request_key)
+        if state is None:
+            return False
+        self._finish(state, FinishReason.CANCELLED)
+        self._flush()
+        return True
+
+    def step(self) -> None:
+        """Form one step, run it, and send each request what it got. Nothing to do: returns at once.
+
+        A failure of the runner that names a request ends that one; any other is raised, and the
+        caller ends all with `fail_all`.
+        """
+        started = time.perf_counter()
+        self._expire()
+        if self._states:
+            step = self._scheduler.schedule()
+            for key in step.preempted:
+                request_logger(_logger, key).info("preempted: the KV cache is full")
+            result = self._run(step)
+            if result is not None:
+                self._scheduler.commit(step)
+                self._update(step, result)
+        self._flush()
+        self._step_seconds += time.perf_counter() - started
+
+    def fail_all(self, error: DeepseekTritonError) -> None:
+        """End every request with FinishReason.ERROR and `error`."""
+        for state in list(self._states.values()):
+            self._finish(state, FinishReason.ERROR, error=error)
+        self._flush()
+
+    def cancel_all(self) -> None:
+        """End every request with FinishReason.CANCELLED."""
+        for state in list(self._states.values()):
+            self._finish(state, FinishReason.CANCELLED)
+        self._flush()
+
+    def stats(self) -> EngineStats:
+        """Return counts and gauges; may be called from any thread, then each value by itself."""
+        return EngineStats(
+            requests_active=self._scheduler.num_running,
+            requests_waiting=self._scheduler.num_waiting,
+            kv_blocks_total=self._scheduler.num_blocks,
+            kv_blocks_used=self._scheduler.num_blocks_used,
+            preemptions_total=self._scheduler.num_preemptions,
+            prompt_tokens_total=self._prompt_tokens,
+            tokens_generated_total=self._tokens,
+            requests_finished_total=dict(self._finished),
+            steps_total=self._steps,
+            step_seconds_total=self._step_seconds,
+            runner_seconds_total=self._runner_seconds,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the invariants between two steps hold."""
+        self._scheduler.check_integrity()
+        if self._scheduler.num_running + self._scheduler.num_waiting != len(self._states):
+            raise AssertionError("engine and scheduler hold different requests")
+
+    def close(self) -> None:
+        """Cancel what runs and free the model; idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.cancel_all()
+            self._runner.close()
+
+    def _expire(self) -> None:
+        now = self._monotonic_ns()
+        for state in [s for s in self._states.values() if s.deadline_ns <= now]:
+            request_logger(_logger, state.request.request_key).info("ended: deadline passed")
+            self._finish(state, FinishReason.CANCELLED)
+
+    def _run(self, step: ScheduledStep) -> StepResult | None:
+        """Run `step`; None when one request was at fault and has ended: the rest runs again."""
+        if not step.rows:
+            raise RuntimeError("requests are queued, but no step could be formed")
+        now_ns = time.time_ns()
+        rows = []
+        for row in step.rows:
+            state = self._states[row.request_key]
+            state.first_scheduled_time_ns = state.first_scheduled_time_ns or now_ns
+            rows.append(state.step_row(row))
+        started = time.perf_counter()
+        try:
+            return self._runner.run(tuple(rows))
+        except RequestFailedError as error:
+            failed = self._states.get(RequestKey(error.request_key))
+            if failed is None:
+                raise
+            self._finish(failed, FinishReason.ERROR, error=error)
+            return None
+        finally:
+            self._steps += 1
+            self._runner_seconds += time.perf_counter() - started
+
+    def _update(self, step: ScheduledStep, result: StepResult) -> None:
+        now_ns = time.time_ns()
+        token_ids, log_probs = result.token_ids.tolist(), result.log_probs.tolist()
+        for row, token_id, log_prob in zip(step.rows, token_ids, log_probs, strict=True):
+            if row.samples:
+                self._take_token(self._states[row.request_key], token_id, log_prob, now_ns)
+
+    def _take_token(self, state: RequestState, token_id: int, log_prob: float, now_ns: int) -> None:
+        if token_id < 0:
+            error = RequestFailedError(
+                state.request.request_key,
+                "the model gave no finite logits, most likely an overflow; build the engine with "
+                "PRECISION=fp32, or bf16 where the target has it",
+            )
+            self._finish(state, FinishReason.ERROR, error=error)
+        elif state.ends_with(token_id):
+            self._finish(state, FinishReason.STOP)
+        else:
+            last = state.append(token_id, log_prob, now_ns)
+            self._tokens += 1
+            log_probs = (log_prob,) if state.request.sampling.return_log_probs else ()
+            if last:
+                self._finish(state, FinishReason.LENGTH, (token_id,), log_probs)
+            else:
+                progress = self._scheduler.progress(state.request.request_key)
+                self._outbox.append((state.emit, state.output(progress, (token_id,), log_probs)))
+
+    def _finish(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        log_probs: tuple[float, ...] = (),
+        error: DeepseekTritonError | None = None,
+    ) -> None:
+        """Forget a request, free its blocks and put its last output into the outbox."""
+        key = state.request.request_key
+        progress = self._scheduler.progress(key)
+        self._scheduler.remove(key)
+        del self._states[key]
+        self._finished[reason.value] += 1
+        output = state.output(progress, token_ids, log_probs, reason, error)
+        self._outbox.append((state.emit, output))
+        log = request_logger(_logger, key)
+        if error is not None:
+            log.warning("failed after %d tokens: %s", state.num_output, error)
+        else:
+            log.debug("finished after %d tokens: %s", state.num_output, reason.value)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            deliveries, self._outbox = self._outbox, []
+            self._deliver(deliveries)

@@ -1,0 +1,147 @@
+"""One request while it runs: what changes, beside the immutable Request."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepseek_triton.errors import DeepseekTritonError
+from deepseek_triton.request import FinishReason, Request, RequestStats, TokenOutput
+from deepseek_triton.runner.base import RowSampling, StepRow
+from deepseek_triton.scheduler import Progress, ScheduledRow
+
+Emit = Callable[[TokenOutput], None]
+"""Takes a request's outputs in order. If it raises, that request alone is cancelled."""
+
+_NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
+
+
+class RequestState:
+    """Tokens, random stream and times of one request. Made on any thread, then one engine's own."""
+
+    __slots__ = (
+        "_end_ids",
+        "_generator",
+        "_next_index",
+        "_prompt_len",
+        "_tokens",
+        "_uniform",
+        "arrival_time_ns",
+        "cum_log_prob",
+        "deadline_ns",
+        "emit",
+        "first_scheduled_time_ns",
+        "first_token_time_ns",
+        "last_token_time_ns",
+        "num_output",
+        "request",
+    )
+
+    def __init__(self, request: Request, emit: Emit) -> None:
+        self.request = request
+        self.emit = emit
+        self._prompt_len = len(request.prompt_token_ids)
+        self._tokens = np.empty(self._prompt_len + request.max_tokens, np.int32)
+        self._tokens[: self._prompt_len] = request.prompt_token_ids
+        self._end_ids = {request.end_id, *request.more_end_ids} - {None}
+        self.deadline_ns = sys.maxsize if request.deadline_ns is None else request.deadline_ns
+        # Counter-based and one per request: what is drawn depends on the seed and the number of
+        # tokens so far, never on the slot, the load or a preemption.
+        self._generator: np.random.Generator | None = None
+        if not request.sampling.greedy:
+            self._generator = np.random.Generator(np.random.Philox(request.sampling.seed))
+        self._uniform: float | None = None
+        self._next_index = 0
+        self.num_output = 0
+        self.cum_log_prob = 0.0
+        self.arrival_time_ns = time.time_ns()
+        self.first_scheduled_time_ns = 0
+        self.first_token_time_ns = 0
+        self.last_token_time_ns = 0
+
+    def step_row(self, row: ScheduledRow) -> StepRow:
+        """Return what the runner computes for `row`; the arrays are views."""
+        return StepRow(
+            request_key=row.request_key,
+            token_ids=self._tokens[row.context_len : row.context_len + row.num_tokens],
+            context_len=row.context_len,
+            block_table=row.block_table,
+            sampling=self._sampling() if row.samples else None,
+        )
+
+    def _sampling(self) -> RowSampling:
+        params = self.request.sampling
+        prompt = output = _NO_TOKENS
+        if params.penalized:
+            known = self._prompt_len + self.num_output
+            prompt, output = (
+                self._tokens[: self._prompt_len],
+                self._tokens[self._prompt_len : known],
+            )
+        ban = self.num_output < params.min_tokens
+        return RowSampling(
+            params=params,
+            uniform=self._next_uniform(),
+            banned_id=self.request.end_id if ban else None,
+            prompt_token_ids=prompt,
+            output_token_ids=output,
+            more_banned_ids=self.request.more_end_ids if ban else (),
+        )
+
+    def _next_uniform(self) -> float:
+        """One number per output token: a step that is run again gets the same one."""
+        if self._generator is None:
+            return 0.0
+        if self._uniform is None:
+            self._uniform = self._generator.random()
+        return self._uniform
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether `token_id` is an end id of this request."""
+        return token_id in self._end_ids
+
+    def append(self, token_id: int, log_prob: float, now_ns: int) -> bool:
+        """Add an output token drawn at `now_ns` (time.time_ns()); return whether it is the last."""
+        self._uniform = None
+        self._tokens[self._prompt_len + self.num_output] = token_id
+        self.num_output += 1
+        if self.request.sampling.return_log_probs:
+            self.cum_log_prob += log_prob
+        self.first_token_time_ns = self.first_token_time_ns or now_ns
+        self.last_token_time_ns = now_ns
+        return self.num_output == self.request.max_tokens
+
+    def output(
+        self,
+        progress: Progress,
+        token_ids: tuple[int, ...],
+        log_probs: tuple[float, ...],
+        finish_reason: FinishReason | None = None,
+        error: DeepseekTritonError | None = None,
+    ) -> TokenOutput:
+        """Return this request's next output, numbered."""
+        index = self._next_index
+        self._next_index += 1
+        return TokenOutput(
+            request_key=self.request.request_key,
+            index=index,
+            token_ids=token_ids,
+            log_probs=log_probs,
+            cum_log_prob=self.cum_log_prob,
+            num_input_tokens=self._prompt_len,
+            num_output_tokens=self.num_output,
+            finish_reason=finish_reason,
+            error=error,
+            stats=RequestStats(
+                arrival_time_ns=self.arrival_time_ns,
+                first_scheduled_time_ns=self.first_scheduled_time_ns,
+                first_token_time_ns=self.first_token_time_ns,
+                last_token_time_ns=self.last_token_time_ns,
+                kv_blocks_allocated=progress.blocks_allocated,
+                preemptions=progress.preemptions,
+            ),
+        )

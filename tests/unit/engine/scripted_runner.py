@@ -1,0 +1,111 @@
+"""A ModelRunner without a model: its logits are a fixed function of a request's tokens.
+
+It keeps a real block store and reads every earlier token back through the block table, so that a
+wrong block table, a wrong context length or a lost KV block is an error in the step where it occurs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepseek_triton.kv_cache.spec import KVCacheSpec
+from deepseek_triton.request import RequestKey
+from deepseek_triton.runner.base import StepResult, StepRow
+from deepseek_triton.runner.sampler import sample
+
+
+class ScriptedRunner:
+    def __init__(self, num_blocks: int, block_size: int = 4, vocab_size: int = 64) -> None:
+        self.vocab_size = vocab_size
+        self.kv_cache_spec = KVCacheSpec(num_layers=1, width=1, block_size=block_size)
+        self.num_blocks = num_blocks
+        self.steps: list[tuple[StepRow, ...]] = []
+        self.closed = False
+        self.keep_steps = True
+        # What a slot holds: the token, its position, and whose it is.
+        self._tokens = np.full((num_blocks, block_size), -1, np.int32)
+        self._positions = np.full((num_blocks, block_size), -1, np.int32)
+        self._owners = np.full((num_blocks, block_size), "", object)
+
+    def run(self, rows: tuple[StepRow, ...]) -> StepResult:
+        if self.closed:
+            raise RuntimeError("run after close")
+        if self.keep_steps:
+            self.steps.append(rows)
+        keys = [row.request_key for row in rows]
+        if not rows or len(set(keys)) != len(keys):
+            raise RuntimeError(f"a step of {keys}")
+        self._check_blocks_apart(rows)
+        asked = [i for i, row in enumerate(rows) if row.sampling is not None]
+        known = [self._write(row) for row in rows]
+        token_ids = np.full(len(rows), -1, np.int32)
+        log_probs = np.full(len(rows), np.nan, np.float32)
+        if asked:
+            logits = np.stack([self.logits(rows[i].request_key, known[i]) for i in asked])
+            samplings = [rows[i].sampling for i in asked]
+            token_ids[asked], log_probs[asked] = sample(logits, samplings)
+        return StepResult(token_ids, log_probs)
+
+    def logits(self, request_key: RequestKey, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """[vocab_size]; of the tokens alone unless a test overrides it."""
+        digest = 0
+        for token in tokens.tolist():
+            digest = (digest * 1_000_003 + token + 1) % (1 << 61)
+        generator = np.random.Generator(np.random.Philox(digest))
+        return generator.normal(0.0, 2.0, self.vocab_size).astype(np.float32)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _write(self, row: StepRow) -> NDArray[np.int32]:
+        """Store the row's tokens; return all tokens of the request, read back from the store."""
+        size, total = self.kv_cache_spec.block_size, row.context_len + len(row.token_ids)
+        if len(row.token_ids) < 1 or len(row.block_table) * size < total:
+            raise RuntimeError(f"{row}: {total} tokens do not fit")
+        positions = np.arange(total)
+        blocks, offsets = row.block_table[positions // size], positions % size
+        new = slice(row.context_len, total)
+        self._tokens[blocks[new], offsets[new]] = row.token_ids
+        self._positions[blocks[new], offsets[new]] = positions[new]
+        self._owners[blocks[new], offsets[new]] = row.request_key
+        if not np.array_equal(self._positions[blocks, offsets], positions) or not np.all(
+            self._owners[blocks, offsets] == row.request_key
+        ):
+            raise RuntimeError(f"{row}: the cache does not hold the first {row.context_len} tokens")
+        return self._tokens[blocks, offsets]
+
+    def _check_blocks_apart(self, rows: tuple[StepRow, ...]) -> None:
+        blocks = np.concatenate([row.block_table for row in rows])
+        if len(np.unique(blocks)) != len(blocks):
+            raise RuntimeError("a block belongs to two rows")
+        if blocks.min() < 0 or blocks.max() >= self.num_blocks:
+            raise RuntimeError("a block id outside the pool")
+
+
+class Collector:
+    """Takes outputs and checks what every stream promises."""
+
+    def __init__(self) -> None:
+        self.outputs: list = []
+
+    def __call__(self, output) -> None:
+        if self.outputs and self.outputs[-1].finish_reason is not None:
+            raise RuntimeError(f"{output} after the last output")
+        if output.index != len(self.outputs):
+            raise RuntimeError(f"index {output.index} after {len(self.outputs)} outputs")
+        self.outputs.append(output)
+        if output.num_output_tokens != len(self.tokens):
+            raise RuntimeError(f"num_output_tokens is {output.num_output_tokens}")
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def log_probs(self) -> list[float]:
+        return [value for output in self.outputs for value in output.log_probs]
+
+    @property
+    def finish_reason(self):
+        return self.outputs[-1].finish_reason if self.outputs else None
