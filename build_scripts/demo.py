@@ -70,14 +70,13 @@ def show(title: str, prompt: str, pieces: Iterable[Piece]) -> None:
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     print(f"\n{title}\n{prompt}{bold}", end="", flush=True)
     start = time.perf_counter()
-    arrivals: list[float] = []
-    tokens = 0
-    for text, tokens in pieces:  # noqa: B007: the last count is the total
-        arrivals.append(time.perf_counter() - start)
+    arrivals: list[tuple[float, int]] = []
+    for text, tokens in pieces:
+        arrivals.append((time.perf_counter() - start, tokens))
         print(text, end="", flush=True)
-    seconds = arrivals[-1] - arrivals[0]
-    rate = f"then {(tokens - 1) / seconds:.0f} tokens/s" if seconds else "one piece"
-    print(f"{plain}\n[{tokens} tokens; the first after {1e3 * arrivals[0]:.0f} ms; {rate}]")
+    (first, _), (last, total) = arrivals[0], arrivals[-1]
+    rate = f"then {(total - 1) / (last - first):.0f} tokens/s" if last > first else "in one piece"
+    print(f"{plain}\n[{total} tokens; the first after {1e3 * first:.0f} ms; {rate}]")
 
 
 def run(folder: Path, arguments: argparse.Namespace) -> None:
