@@ -30,7 +30,7 @@ class CheckpointOrigin:
     """Which checkpoint the engine was built from."""
 
     name: str  # the folder's name, for people
-    config_sha256: str  # of config.json
+    fingerprint: str  # SHA-256 of the small files and of the weight files' names, sizes and times
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,147 @@
+"""Checkpoint to engine directory, in one go."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from deepseek_triton.build.engine_dir import create_engine_dir, describe_files, load_engine_dir
+from deepseek_triton.build.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    CheckpointOrigin,
+    Manifest,
+)
+from deepseek_triton.build.targets import find_target
+from deepseek_triton.checkpoint.config import read_model_spec
+from deepseek_triton.checkpoint.names import validate_checkpoint
+from deepseek_triton.checkpoint.reader import CheckpointReader
+from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.errors import CheckpointError, ConfigError, EngineMismatchError
+from deepseek_triton.export.functions import OPSET
+from deepseek_triton.export.portable import export_portable
+from deepseek_triton.export.precision import find_precision
+from deepseek_triton.kv_cache.spec import KVCacheSpec
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = 16
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def build_engine(
+    checkpoint_dir: Path,
+    engine_dir: Path,
+    *,
+    target: str = "onnxruntime",
+    precision: str = "fp32",
+    block_size: int = DEFAULT_BLOCK_SIZE,
+) -> Manifest:
+    """Build the engine directory `engine_dir` from a Hugging Face checkpoint; return its manifest.
+
+    Weights stream from file to file, so memory stays near the largest tensor. An engine directory
+    that exists already is replaced at the very end.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read or is not supported.
+        ConfigError: an unknown target or precision, or a block size out of range.
+        BuildError: `engine_dir` cannot be written.
+    """
+    checkpoint_dir = Path(checkpoint_dir)
+    builder = find_target(target, precision)
+    if not 1 <= block_size <= 1024:
+        raise ConfigError(f"block_size: {block_size} is not in 1 ... 1024")
+    spec = read_model_spec(checkpoint_dir)
+    reader = CheckpointReader(checkpoint_dir)
+    validate_checkpoint(reader, spec)
+    with create_engine_dir(engine_dir) as folder:
+        model_path = export_portable(
+            spec, reader, folder, precision=precision, block_size=block_size
+        )
+        builder.build(model_path)
+        tokenizer_files = _copy_tokenizer(checkpoint_dir, folder)
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            target=target,
+            precision=precision,
+            model=spec,
+            kv_cache=_kv_cache_spec(spec, precision, block_size),
+            max_context_len=spec.max_position_embeddings,
+            opset=OPSET,
+            versions=builder.versions(),
+            checkpoint=describe_checkpoint(checkpoint_dir),
+            model_file=model_path.name,
+            tokenizer_files=tokenizer_files,
+            files=describe_files(folder),
+        )
+        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    logger.info("built %s for %s, %s", engine_dir, target, precision)
+    return manifest
+
+
+def is_current(
+    engine_dir: Path,
+    checkpoint_dir: Path,
+    *,
+    target: str = "onnxruntime",
+    precision: str = "fp32",
+    block_size: int = DEFAULT_BLOCK_SIZE,
+) -> bool:
+    """Whether `engine_dir` is what build_engine would make again with these arguments.
+
+    Contents of the engine's files are not verified (load_engine_dir does that).
+    """
+    try:
+        manifest = load_engine_dir(engine_dir, target=target, verify_contents=False).manifest
+    except EngineMismatchError:
+        return False
+    return (
+        manifest.precision == precision
+        and manifest.kv_cache.block_size == block_size
+        and manifest.versions == find_target(target, precision).versions()
+        and manifest.checkpoint == describe_checkpoint(checkpoint_dir)
+    )
+
+
+def describe_checkpoint(checkpoint_dir: Path) -> CheckpointOrigin:
+    """Return name and fingerprint of a checkpoint folder, without reading its weights."""
+    folder = Path(checkpoint_dir).resolve()
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            stat = path.stat()
+            digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        for name in ("config.json", *TOKENIZER_FILES):
+            if (folder / name).is_file():
+                digest.update((folder / name).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    return CheckpointOrigin(folder.name, digest.hexdigest())
+
+
+def _kv_cache_spec(spec: ModelSpec, precision: str, block_size: int) -> KVCacheSpec:
+    dtype = np.dtype(find_precision(precision).dtype)
+    return KVCacheSpec(
+        num_layers=spec.num_layers,
+        width=spec.attention.latent_width,
+        block_size=block_size,
+        dtype=dtype.name,
+        itemsize=dtype.itemsize,
+    )
+
+
+def _copy_tokenizer(checkpoint_dir: Path, folder: Path) -> tuple[str, ...]:
+    names = tuple(name for name in TOKENIZER_FILES if (checkpoint_dir / name).is_file())
+    for name in names:
+        shutil.copyfile(checkpoint_dir / name, folder / name)
+    return names

@@ -1,0 +1,44 @@
+"""What an engine can be built for. A target rewrites the portable model in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from deepseek_triton.build import onnxruntime
+from deepseek_triton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Target:
+    """How to build for one runtime."""
+
+    precisions: tuple[str, ...]
+    runtime: str  # the distribution that runs the engine; its version is kept in the manifest
+    build: Callable[[Path], None]  # rewrites the portable model at this path in place
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions that shape an engine, by distribution."""
+        return {name: version(name) for name in ("deepseek-triton", "onnx", self.runtime)}
+
+
+TARGETS = {"onnxruntime": Target(("fp32",), "onnxruntime", onnxruntime.build)}
+
+
+def find_target(name: str, precision: str) -> Target:
+    """Return the target `name` after checking that it runs `precision`.
+
+    Raises:
+        ConfigError: it does not exist; the message lists what does.
+    """
+    if name not in TARGETS:
+        raise ConfigError(f"TARGET: {name!r} is unknown; choose one of {', '.join(TARGETS)}")
+    target = TARGETS[name]
+    if precision not in target.precisions:
+        raise ConfigError(
+            f"PRECISION: {precision!r} is not available for {name}; "
+            f"choose one of {', '.join(target.precisions)}"
+        )
+    return target
