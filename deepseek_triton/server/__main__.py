@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 
 from deepseek_triton.errors import DeepseekTritonError
+from deepseek_triton.log import configure_logging
+from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
 from deepseek_triton.server.launcher import running_server
 from deepseek_triton.server.options import ServerOptions, default_model_repository
 
@@ -73,9 +75,7 @@ def serve(parsed: argparse.Namespace) -> None:
 def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after a stop by signal, 1 after a failure."""
     parsed = parse_arguments(arguments)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
@@ -91,8 +91,6 @@ def main(arguments: list[str]) -> int:
 def _engine_dir(engine: str, checkpoint: str) -> Path:
     if not checkpoint:
         return Path(engine)
-    from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
-
     engine_dir = Path(engine) if engine else cached_engine_path(Path(checkpoint))
     ensure_engine(Path(checkpoint), engine_dir)
     return engine_dir

@@ -195,6 +195,7 @@ class RunningServer:
         if self._log is None:
             return "it has no log"
         if self._started.poll() is not None:
+            kill_group(self._started.pid)  # a stub left over would keep the log open
             self._log.join(timeout=5.0)
         return failure_reason(self._log.lines())
 

@@ -26,6 +26,7 @@ def test_arguments_after_two_dashes_go_to_tritonserver() -> None:
 def test_a_failure_is_one_message_and_status_1(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("deepseek_triton.server.__main__.configure_logging", lambda: None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     arguments = ["--engine", "e", "--model-repository", f"{tmp_path}"]
     assert main(arguments) == 1

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deepseek_triton.checkpoint.presets import preset_config
+from deepseek_triton.checkpoint.random import write_random_checkpoint
+from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
+
+
+def test_an_engine_is_built_once_and_again_after_the_checkpoint_changed(tmp_path: Path) -> None:
+    checkpoint = write_random_checkpoint(tmp_path / "checkpoint", preset_config("v2-lite"))
+    engine = tmp_path / "cache" / "engine"
+    assert ensure_engine(checkpoint, engine)
+    assert not ensure_engine(checkpoint, engine)
+    os.utime(next(checkpoint.glob("*.safetensors")), (1, 1))
+    assert ensure_engine(checkpoint, engine)
+
+
+def test_each_checkpoint_folder_has_its_own_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPSEEK_TRITON_CACHE", str(tmp_path))
+    one, other = (cached_engine_path(tmp_path / parent / "model") for parent in "ab")
+    assert one != other
+    assert one.parent == tmp_path / "engines"
+    assert one == cached_engine_path(tmp_path / "a" / ".." / "a" / "model")
