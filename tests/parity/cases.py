@@ -1,0 +1,153 @@
+"""Tiny random DeepSeek models of each kind, saved by transformers and kept as the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+)
+
+SHAPE = {
+    "vocab_size": 131,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-3,  # far from the 1e-6 of the latent norms
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,  # the sequences below are longer
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+
+
+@dataclass(frozen=True)
+class ParityCase:
+    """One model: how it differs from SHAPE, and how it is stored."""
+
+    name: str
+    version: int  # 2 or 3
+    changes: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32  # of the checkpoint
+    max_shard_size: str = "5GB"
+
+    def save(self, folder: Path) -> Reference:
+        """Write the checkpoint into `folder` and return the model that it holds."""
+        config = {**SHAPE, **self.changes}
+        kind: Any = DeepseekV2ForCausalLM if self.version == 2 else DeepseekV3ForCausalLM
+        config_kind = DeepseekV2Config if self.version == 2 else DeepseekV3Config
+        torch.manual_seed(0)
+        model = kind(config_kind(**config))
+        _randomize(model)
+        model.to(self.dtype).save_pretrained(folder, max_shard_size=self.max_shard_size)
+        return Reference(kind.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+def _randomize(model: torch.nn.Module) -> None:
+    """Give every tensor values that matter: norms off 1, biases off 0, decisive routers."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    with torch.no_grad():
+        for name, tensor in tensors:
+            noise = torch.randn(tensor.shape, generator=generator)
+            if "norm" in name:
+                tensor.copy_(1 + 0.3 * noise)
+            elif name.endswith("gate.weight"):
+                tensor.copy_(0.5 * noise)
+            elif "bias" in name:
+                tensor.copy_(0.3 * noise)
+            elif "inv_freq" not in name:
+                tensor.copy_(0.15 * noise)
+
+
+class Reference:
+    """transformers' own answer, one sequence at a time and without a cache."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def run(
+        self, token_ids: NDArray[np.int32]
+    ) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
+        """Return logits [n, V] and the hidden states [n, D] after each layer."""
+        hidden: list[NDArray[np.float32]] = []
+
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            hidden.append(value.reshape(len(token_ids), -1).numpy().copy())
+
+        hooks = [layer.register_forward_hook(keep) for layer in self.model.model.layers]
+        try:
+            with torch.no_grad():
+                ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+                logits = self.model(ids, use_cache=False).logits[0].numpy()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return logits, hidden
+
+
+def _cases() -> list[ParityCase]:
+    v2 = {
+        "q_lora_rank": 20,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.7,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.707},
+        **GROUPS,
+    }
+    v3 = {
+        "q_lora_rank": 20,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_interleave": True,
+        "n_shared_experts": 1,
+        **GROUPS,
+    }
+    one_group = {"n_group": 1, "topk_group": 1}
+    return [
+        ParityCase("v2_lite", 2, {"topk_method": "greedy"}),
+        ParityCase("v2", 2, v2),
+        ParityCase("v2_yarn_without_mscale", 2, {**v2, "rope_parameters": YARN}),
+        ParityCase("v2_lite_bias", 2, {"topk_method": "greedy", "attention_bias": True}),
+        ParityCase("v2_tied", 2, {**v2, "tie_word_embeddings": True}),
+        ParityCase("v2_sharded", 2, v2, max_shard_size="60KB"),
+        ParityCase("v2_bf16", 2, v2, dtype=torch.bfloat16),
+        ParityCase("v3", 3, v3),
+        ParityCase("v3_rotate_halves", 3, {**v3, "rope_interleave": False}),
+        ParityCase("v3_bias", 3, {**v3, "attention_bias": True}),
+        ParityCase("v3_one_group", 3, {**v3, **one_group, "q_lora_rank": None}),
+        ParityCase("v3_not_normalized", 3, {**v3, "norm_topk_prob": False}),
+        ParityCase("v3_all_dense", 3, {**v3, "first_k_dense_replace": 3}),
+    ]
+
+
+CASES: dict[str, ParityCase] = {case.name: case for case in _cases()}
