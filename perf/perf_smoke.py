@@ -1,4 +1,4 @@
-"""A short perf_analyzer run against a real server: does the served contract suit the tool?
+"""A short perf_analyzer run against a real server, to see that the served contract suits the tool.
 
 Starts a server on a small random checkpoint (or takes --engine), streams over gRPC at concurrency
 1 to 4, checks that every request of the exported profile got exactly the tokens that it asked
