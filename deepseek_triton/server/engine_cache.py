@@ -11,16 +11,16 @@ from deepseek_triton.build.pipeline import build_engine, is_current
 
 logger = logging.getLogger(__name__)
 
-CACHE_VARIABLE = "DEEPSEEK_TRITON_CACHE"
-"""Environment variable that moves the cache away from ~/.cache/deepseek-triton."""
-
 
 def cached_engine_path(checkpoint: Path) -> Path:
-    """Return where the engine of `checkpoint` is kept: one place for each checkpoint folder."""
-    root = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "deepseek-triton"
+    """Return where the engine of `checkpoint` is kept: one place for each checkpoint folder.
+
+    It is below XDG_CACHE_HOME (XDG base directory specification), by default ~/.cache.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     checkpoint = checkpoint.resolve()
     digest = hashlib.sha256(str(checkpoint).encode()).hexdigest()[:12]
-    return Path(root) / "engines" / f"{checkpoint.name}-{digest}"
+    return Path(root) / "deepseek-triton" / "engines" / f"{checkpoint.name}-{digest}"
 
 
 def ensure_engine(checkpoint: Path, engine_dir: Path) -> bool:

@@ -22,8 +22,8 @@ def test_an_engine_is_built_once_and_again_after_the_checkpoint_changed(tmp_path
 def test_each_checkpoint_folder_has_its_own_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DEEPSEEK_TRITON_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one, other = (cached_engine_path(tmp_path / parent / "model") for parent in "ab")
     assert one != other
-    assert one.parent == tmp_path / "engines"
+    assert one.parent == tmp_path / "deepseek-triton" / "engines"
     assert one == cached_engine_path(tmp_path / "a" / ".." / "a" / "model")
