@@ -205,7 +205,8 @@ def _write_tensor(stream: BinaryIO, tensor: NamedShape, seed: int, dtype: str) -
     for values in _normal(tensor, seed):
         values *= np.float32(deviation)
         values += np.float32(mean)
-        stream.write(values.astype(kind, copy=False).data)
+        # As bytes: bfloat16 is no type of the buffer protocol.
+        stream.write(values.astype(kind, copy=False).view(np.uint8).data)
 
 
 def _distribution(tensor: NamedShape) -> tuple[float, float]:
