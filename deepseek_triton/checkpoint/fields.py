@@ -17,7 +17,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # also invalid UTF-8
+    except (ValueError, RecursionError) as error:  # also invalid UTF-8
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {describe(value)}")

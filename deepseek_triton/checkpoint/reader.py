@@ -194,7 +194,7 @@ def _read_header(file: Path) -> Iterator[tuple[str, _Tensor]]:
             entries = json.loads(stream.read(length), object_pairs_hook=_unique)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: broken safetensors header ({error})") from error
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file}: broken safetensors header (not an object)")
@@ -224,7 +224,7 @@ def _parse_entry(file: Path, start: int, name: str, entry: Any) -> _Tensor:
         sizes = (*shape, begin, end)
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{where}: broken header entry {describe(entry)}") from error
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
+    if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**63 for n in sizes):
         raise CheckpointError(f"{where}: broken header entry {describe(entry)}")
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:

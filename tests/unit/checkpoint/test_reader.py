@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from deepseek_triton.checkpoint.reader import CheckpointReader
@@ -155,6 +158,33 @@ def test_a_damaged_header_is_refused(tmp_path: Path, header: Any, message: str) 
     with pytest.raises(CheckpointError, match=message) as caught:
         CheckpointReader(tmp_path)
     assert "model.safetensors" in str(caught.value)
+
+
+@given(data=st.data())
+def test_no_damage_to_a_header_escapes_as_another_error(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file({"a": A, "b": B}, path)
+        content = bytearray(path.read_bytes())
+        length = 8 + int.from_bytes(content[:8], "little")
+        for _ in range(data.draw(st.integers(1, 3))):
+            position = data.draw(st.integers(0, length - 1))
+            content[position] = data.draw(
+                st.one_of(st.integers(0, 255), st.sampled_from(b'09[]{}"'))
+            )
+        path.write_bytes(content)
+        try:
+            reader = CheckpointReader(folder)
+            for name in reader.names():
+                assert reader.read(name).shape == reader.shape(name)
+        except CheckpointError as error:
+            assert "model.safetensors" in str(error)
+
+
+def test_a_deeply_nested_header_is_refused(tmp_path: Path) -> None:
+    write_raw(tmp_path / "model.safetensors", b"[" * 200_000)
+    with pytest.raises(CheckpointError, match="broken safetensors header"):
+        CheckpointReader(tmp_path)
 
 
 def test_a_huge_header_length_is_refused_without_reading_it(tmp_path: Path) -> None:
