@@ -39,21 +39,33 @@ def num_blocks_for(
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
     """Return the bytes that this process may still take: of the machine and of its container.
 
-    Reads MemAvailable (proc(5)) and, inside a control group, memory.max − memory.current of
-    version 2 or the limit and usage of version 1.
+    Reads MemAvailable (proc(5)) and, inside a control group of version 2 or 1, its limit and usage.
+    Idle page cache counts as available: the kernel gives it up first.
     """
-    machine = 0
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            machine = int(line.split()[1]) * 1024
-    for limit_name, usage_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    available = _read_field(meminfo, "MemAvailable:") * 1024
+    for folder, limit_name, usage_name, cache_name in (
+        (cgroup, "memory.max", "memory.current", "inactive_file"),
+        (
+            cgroup / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
     ):
-        limit, usage = _read_number(cgroup / limit_name), _read_number(cgroup / usage_name)
+        limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
         if limit is not None and usage is not None:
-            return max(0, min(machine, limit - usage))
-    return machine
+            used = usage - _read_field(folder / "memory.stat", cache_name)
+            return max(0, min(available, limit - used))
+    return available
+
+
+def _read_field(path: Path, name: str) -> int:
+    """Return the number beside `name` in a file of one field a line; 0 if there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
 
 def _read_number(path: Path) -> int | None:

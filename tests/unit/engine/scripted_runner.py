@@ -1,7 +1,7 @@
 """A ModelRunner without a model: its logits are a fixed function of a request's tokens.
 
 It keeps a real block store and reads every earlier token back through the block table, so that a
-wrong block table, a wrong context length or a lost KV block is an error in the step where it occurs.
+wrong block table, a wrong context length or a lost KV block is an error in the very step.
 """
 
 from __future__ import annotations
