@@ -161,28 +161,24 @@ def _last_rows(graph: GraphBuilder, hidden: str, ids: str, last_token: str) -> s
 def _new_folder(out_dir: Path, nbytes: int) -> Iterator[Path]:
     """Give a temporary sibling of `out_dir`, renamed to it at the end; removed on any error.
 
-    `nbytes` is what will be written, for an early and exact message about a full disk.
+    `nbytes` is what will be written, so that a full disk is told before anything is.
     """
-    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
-        raise BuildError(f"{out_dir} exists already; remove it or choose another folder")
     temporary: Path | None = None
     try:
+        if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+            raise BuildError(f"{out_dir} exists already; remove it or choose another folder")
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-        free = shutil.disk_usage(temporary).free
-        if free < nbytes:
+        temporary.chmod(0o755)  # mkdtemp makes it private
+        if shutil.disk_usage(temporary).free < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp makes it private
         temporary.rename(out_dir)
     except OSError as error:
-        hint = ""
+        reason = error.strerror or str(error)
         if error.errno == errno.ENOSPC:
-            hint = (
-                f": the weights need {nbytes / 1e6:,.1f} MB; free some space or choose another disk"
-            )
-        reason = error.strerror or error
-        raise BuildError(f"{out_dir} cannot be written: {reason}{hint}") from error
+            reason += f": the weights need {nbytes / 1e6:,.1f} MB; free space or use another disk"
+        raise BuildError(f"{out_dir} cannot be written: {reason}") from error
     finally:
-        if temporary is not None and temporary.exists():
+        if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
