@@ -1,0 +1,147 @@
+"""The server as a process: it refuses what cannot work, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deepseek_triton.errors import ServerError
+from deepseek_triton.server import RunningServer, running_server
+from deepseek_triton.server.process_group import is_running, members
+from tests.e2e.conftest import options
+from tests.e2e.support import complete, processes_serving, wait_until
+
+
+@pytest.fixture
+def own_engine(engine: Path, tmp_path: Path) -> Path:
+    """A copy of the engine, so that processes that serve it are this test's own."""
+    return Path(shutil.copytree(engine, tmp_path / "engine"))
+
+
+def shm_files() -> set[str]:
+    return {p.name for p in Path("/dev/shm").glob("triton_python_backend_shm_region_*")}
+
+
+def test_a_port_in_use_is_refused_with_port_and_setting(engine: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wanted = dataclasses.replace(options(engine), grpc_port=port)
+        with (
+            pytest.raises(ServerError, match=f"port {port} .*--grpc-port"),
+            running_server(wanted, log_path=tmp_path / "log"),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_a_damaged_engine_file_is_refused_by_name(
+    own_engine: Path, tmp_path: Path, damage: str
+) -> None:
+    victim = max(own_engine.iterdir(), key=lambda path: path.stat().st_size)
+    if damage == "missing":
+        victim.unlink()
+    elif damage == "truncated":
+        os.truncate(victim, victim.stat().st_size - 1)
+    else:
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
+    with pytest.raises(ServerError) as caught:  # noqa: SIM117
+        with running_server(options(own_engine), log_path=tmp_path / "log"):
+            pass
+    message = str(caught.value)
+    assert victim.name in message
+    assert "EngineMismatchError" in message and "make engine" in message
+    assert processes_serving(own_engine) == []
+
+
+def test_an_unknown_setting_is_refused_by_name(own_engine: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServerError, match="DEEPSEEK_TRITON_NUM_THRAEDS.*NUM_THREADS"),
+        running_server(options(own_engine, num_thraeds=2), log_path=tmp_path / "log"),
+    ):
+        pass
+
+
+def test_a_killed_server_leaves_no_process_and_no_shared_memory(
+    own_engine: Path, tmp_path: Path
+) -> None:
+    before = shm_files()
+    with (
+        pytest.raises(ServerError, match="ended with status -9"),
+        running_server(options(own_engine), log_path=tmp_path / "log") as server,
+    ):
+        assert shm_files() > before
+        assert len(members(server.pid)) >= 4  # tritonserver and a stub for each Python model
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait()
+    assert processes_serving(own_engine) == []
+    assert shm_files() <= before
+
+
+@pytest.fixture
+def launcher(own_engine: Path) -> Iterator[subprocess.Popen[str]]:
+    """`make serve`'s process, ready."""
+    ports = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    command = [sys.executable, "-m", "deepseek_triton.server", "--engine", str(own_engine), *ports]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert any("ready: serving" in line for line in process.stderr), "ended before it was ready"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        wait_until(lambda: processes_serving(own_engine) == [], 10.0, "no process is left")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_foreground_server_with_status_0(
+    launcher: subprocess.Popen[str], own_engine: Path, number: signal.Signals
+) -> None:
+    assert len(processes_serving(own_engine)) >= 4
+    launcher.send_signal(number)
+    launcher.communicate(timeout=20.0)
+    assert launcher.returncode == 0
+    assert processes_serving(own_engine) == []
+
+
+def test_a_killed_launcher_takes_the_server_with_it(
+    launcher: subprocess.Popen[str], own_engine: Path
+) -> None:
+    before = shm_files()
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: processes_serving(own_engine) == [], 15.0, "the server ended")
+    wait_until(lambda: len(shm_files()) < len(before), 5.0, "its shared memory is gone")
+
+
+def test_a_stub_that_dies_makes_requests_fail_rather_than_hang(
+    own_engine: Path, tmp_path: Path
+) -> None:
+    from client.grpc_stream import GenerationError
+
+    with running_server(options(own_engine), log_path=tmp_path / "log") as server:
+        assert complete(server, "Hello", max_tokens=4).text
+        os.kill(stub_of(server, "tensorrt_llm"), signal.SIGKILL)
+        with pytest.raises(GenerationError):
+            complete(server, "Hello", max_tokens=4, timeout_s=10.0)
+        pid = server.pid
+    assert not is_running(pid)
+
+
+def stub_of(server: RunningServer, model: str) -> int:
+    for pid in members(server.pid):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if f"/{model}/".encode() in command:
+            return pid
+    raise AssertionError(f"no stub of {model}")
