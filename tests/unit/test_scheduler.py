@@ -124,6 +124,29 @@ def test_a_decode_without_blocks_takes_those_of_a_younger_prefill():
     assert under_test.progress(RequestKey("long")).num_cached == 0
 
 
+def test_a_request_preempted_after_it_was_planned_leaves_the_step():
+    under_test = scheduler(num_blocks=3)
+    add(under_test, "old", 4, max_tokens=9)
+    add(under_test, "young", 2, max_tokens=5)
+    step(under_test)
+    # Several known tokens at once make a decoding request prefill again, behind younger decodes.
+    under_test.progress(RequestKey("old")).num_tokens += 7
+    assert step(under_test) == {"young": (2, 1, True), "old": (4, 4, False)}
+    assert step(under_test) == {"old": (8, 4, True)}
+    assert under_test.progress(RequestKey("young")).preemptions == 1
+
+
+def test_no_request_starts_in_the_block_that_a_running_one_needs_next():
+    under_test = scheduler(num_blocks=2)
+    add(under_test, "old", 4, max_tokens=3)
+    add(under_test, "young", 3, max_tokens=1)
+    assert step(under_test) == {"old": (0, 4, True)}
+    assert step(under_test) == {"old": (4, 1, True)}
+    under_test.remove(RequestKey("old"))
+    assert step(under_test) == {"young": (0, 3, True)}
+    assert under_test.num_preemptions == 0
+
+
 def test_a_request_that_can_never_fit_is_refused_with_the_limit():
     under_test = scheduler(num_blocks=2)
     add(under_test, "fits", 5, max_tokens=4)

@@ -119,6 +119,21 @@ def test_submit_and_abort_do_not_wait_for_a_running_step():
     loop.close()
 
 
+def test_requests_that_came_during_a_step_run_in_order_of_arrival():
+    runner = GatedRunner()
+    loop = loop_of(runner, max_batch_size=1)
+    waiters = {key: Waiter() for key in "abcd"}
+    loop.submit(request("a", max_tokens=1), waiters["a"])
+    assert runner.entered.acquire(timeout=WAIT_S)
+    for key in "bcd":
+        loop.submit(request(key, max_tokens=1), waiters[key])
+    runner.gate.release(4)
+    for waiter in waiters.values():
+        waiter.wait()
+    assert [row.request_key for rows in runner.steps for row in rows] == list("abcd")
+    loop.close()
+
+
 def test_aborting_an_unknown_or_ended_request_does_nothing():
     with loop_of() as loop:
         assert loop.abort(RequestKey("nobody")) is False
