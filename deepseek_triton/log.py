@@ -6,7 +6,12 @@ import logging
 import sys
 import time
 from collections.abc import MutableMapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # generic only from Python 3.11 on
 
 _PACKAGE = "deepseek_triton"
 
@@ -22,7 +27,7 @@ class _Formatter(logging.Formatter):
         return super().format(record)
 
 
-class _RequestAdapter(logging.LoggerAdapter[logging.Logger]):
+class _RequestAdapter(_Adapter):
     def process(
         self, msg: object, kwargs: MutableMapping[str, Any]
     ) -> tuple[object, MutableMapping[str, Any]]:
