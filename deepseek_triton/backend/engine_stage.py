@@ -1,0 +1,147 @@
+"""The model `tensorrt_llm`: token ids in, token ids out, and Triton is never blocked."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+from deepseek_triton.backend.engine_request import read_request
+from deepseek_triton.backend.inputs import Inputs
+from deepseek_triton.backend.metrics_reporter import MetricsReporter
+from deepseek_triton.backend.opening import EngineLimits, open_engine
+from deepseek_triton.backend.outbox import Outbox, Reply
+from deepseek_triton.backend.pb import (
+    InferRequest,
+    Pb,
+    ResponseSender,
+    describe,
+    model_parameters,
+    request_parameter_int,
+)
+from deepseek_triton.backend.replies import DirectReply, EnsembleReply
+from deepseek_triton.config import EngineConfig
+from deepseek_triton.engine.engine import Engine
+from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError
+from deepseek_triton.log import configure_logging, request_logger
+from deepseek_triton.request import RequestKey, TokenOutput
+from deepseek_triton.wire import ENGINE
+
+_logger = logging.getLogger(__name__)
+
+OpenEngine = Callable[[EngineConfig], tuple[Engine, EngineLimits]]
+
+
+class EngineStage:
+    """What Triton calls. execute() validates and submits; responses come from the outbox's thread.
+
+    A request that carries a request_key is a step of the ensemble; any other is a direct call.
+    """
+
+    def __init__(self, pb: Pb | None = None, open_engine: OpenEngine = open_engine) -> None:
+        self._pb = pb or Pb()
+        self._open_engine = open_engine
+        self._keys_by_id: dict[str, RequestKey] = {}  # of direct calls that sent an id
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the engine; an error fails the load of the model with its message."""
+        self._config = EngineConfig.from_parameters(model_parameters(args))
+        configure_logging(self._config.log_level)
+        self._engine, self._limits = self._open_engine(self._config)
+        self._outbox = Outbox(self._engine.abort)
+        self._metrics = MetricsReporter(self._pb, self._engine.stats)
+
+    def execute(self, requests: Sequence[InferRequest]) -> None:
+        """Take each request by itself; a bad one is answered with an error at once."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._take(request, sender)
+            except Exception as error:
+                if isinstance(error, DeepseekTritonError):
+                    _logger.info("request %r refused: %s", request.request_id(), error)
+                else:
+                    _logger.exception("request %r failed", request.request_id())
+                self._metrics.count_refused()
+                self._pb.fail(sender, *describe(error))
+
+    def finalize(self) -> None:
+        """End every request as cancelled, send that, and free the model."""
+        self._engine.close()
+        self._outbox.close()
+        self._metrics.close()
+
+    def _take(self, request: InferRequest, sender: ResponseSender) -> None:
+        arrays = self._pb.inputs(request)
+        inputs = Inputs(ENGINE, arrays, for_ensemble="request_key" in arrays)
+        sent_key = next(iter(inputs.texts("request_key")), "")
+        if inputs.flag("stop"):
+            self._stop(sent_key, request.request_id())
+            self._pb.finish(sender)
+            return
+        key = RequestKey(sent_key or uuid.uuid4().hex)
+        now_ns = time.monotonic_ns()
+        deadline_ns = self._config.deadline.deadline_ns(
+            request_parameter_int(request, "deadline_ms"), now_ns
+        )
+        parsed, options = read_request(inputs, self._limits, key, deadline_ns)
+        reply: Reply
+        if sent_key:
+            reply = EnsembleReply(self._pb, sender, parsed, options)
+        else:
+            client_id = request.request_id()
+            reply = DirectReply(
+                self._pb,
+                sender,
+                parsed,
+                options,
+                wanted=request.requested_output_names(),
+                abort=lambda: self._engine.abort(key),
+                ended=lambda: self._forget(client_id, key),
+            )
+            if client_id:
+                self._keys_by_id[client_id] = key
+        emit = self._outbox.open(key, reply)
+
+        def emit_and_count(output: TokenOutput) -> None:
+            emit(output)
+            if output.finish_reason is not None:
+                self._metrics.touch()
+
+        try:
+            self._engine.submit(parsed, emit_and_count)
+        except DeepseekTritonError as error:
+            self._outbox.discard(key)
+            self._forget(request.request_id(), key)
+            raise _as_client_spells(error, inputs) from error
+        self._metrics.touch()
+        request_logger(_logger, key).debug(
+            "accepted: request id %r, %d prompt tokens",
+            request.request_id(),
+            len(parsed.prompt_token_ids),
+        )
+
+    def _stop(self, request_key: str, request_id: str) -> None:
+        """End a request; one that is unknown, or has ended, is left alone."""
+        key = request_key or self._keys_by_id.get(request_id)
+        if not request_key and not request_id:
+            raise InvalidRequestError(
+                "stop", "send the id of the request to stop as this request's id, or a request_key"
+            )
+        if key is not None:
+            found = self._engine.abort(RequestKey(key))
+            request_logger(_logger, key).info("abort: %s", "stopping" if found else "had ended")
+
+    def _forget(self, client_id: str, key: RequestKey) -> None:
+        if self._keys_by_id.get(client_id) == key:
+            del self._keys_by_id[client_id]
+
+
+def _as_client_spells(error: DeepseekTritonError, inputs: Inputs) -> DeepseekTritonError:
+    """Return the engine's refusal with the field under the name that the client sent."""
+    own = {"max_tokens": "request_output_len", "prompt": "input_ids"}
+    if isinstance(error, InvalidRequestError) and error.field in own:
+        message = str(error).removeprefix(f"{error.field}: ")
+        return InvalidRequestError(inputs.field(own[error.field]), message)
+    return error

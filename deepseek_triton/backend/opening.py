@@ -1,0 +1,84 @@
+"""From the configuration to a running engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir
+from deepseek_triton.build.manifest import Manifest
+from deepseek_triton.config import EngineConfig
+from deepseek_triton.engine.engine import Engine
+from deepseek_triton.engine.loop import EngineLoop
+from deepseek_triton.errors import ConfigError, EngineMismatchError
+from deepseek_triton.kv_cache.sizing import num_blocks_for
+from deepseek_triton.runner.base import ModelRunner
+from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
+
+_logger = logging.getLogger(__name__)
+
+_RUNNERS: dict[str, Callable[..., ModelRunner]] = {"onnxruntime": OnnxRuntimeRunner}
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What a request is checked against."""
+
+    vocab_size: int
+    max_context_len: int  # tokens, prompt and output together
+    end_ids: tuple[int, ...]  # any of them ends a request that names no end id
+
+
+def context_limit(config: EngineConfig, manifest: Manifest) -> int:
+    """Return the most tokens of prompt and output together; raises ConfigError."""
+    built = manifest.max_context_len
+    if config.max_context_len > built:
+        raise ConfigError(
+            f"max_context_len: {config.max_context_len} is more than the engine's {built} tokens"
+        )
+    return config.max_context_len or built
+
+
+def open_engine(config: EngineConfig) -> tuple[Engine, EngineLimits]:
+    """Load the engine directory and start its loop.
+
+    Raises EngineMismatchError for a directory that cannot be served, ConfigError for settings that
+    do not fit it.
+    """
+    engine_dir = load_engine_dir(Path(config.engine_dir))
+    manifest = engine_dir.manifest
+    limits = EngineLimits(
+        vocab_size=manifest.model.vocab_size,
+        max_context_len=context_limit(config, manifest),
+        end_ids=manifest.model.eos_token_ids,
+    )
+    runner = _load_runner(config, engine_dir, limits)
+    _logger.info(
+        "serving %s, built from %s in %s: %d KV blocks of %d tokens, context limit %d",
+        engine_dir.path,
+        manifest.checkpoint.name,
+        manifest.precision,
+        runner.num_blocks,
+        manifest.kv_cache.block_size,
+        limits.max_context_len,
+    )
+    return EngineLoop(runner, config.scheduler, max_context_len=limits.max_context_len), limits
+
+
+def _load_runner(config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits) -> ModelRunner:
+    manifest = engine_dir.manifest
+    load = _RUNNERS.get(manifest.target)
+    if load is None:
+        raise EngineMismatchError(
+            f"{engine_dir.path}: built for {manifest.target}; this server runs "
+            + ", ".join(sorted(_RUNNERS))
+        )
+    num_blocks = num_blocks_for(
+        config.cache,
+        manifest.kv_cache,
+        max_requests=config.scheduler.max_batch_size,
+        max_context_len=limits.max_context_len,
+    )
+    return load(engine_dir, num_blocks=num_blocks, num_threads=config.num_threads)
