@@ -26,8 +26,14 @@ samplings = st.builds(
     seed=st.integers(0, 2**64 - 1),
     return_log_probs=st.booleans(),
 )
-prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=14).map(tuple)
-end_ids = st.sampled_from([None, END_ID])
+prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9).map(tuple)
+wishes = st.tuples(
+    prompts,
+    st.integers(1, 20),
+    samplings,
+    st.sampled_from([None, END_ID]),
+    st.sampled_from([None, None, None, 5]),  # patience in steps
+)
 
 
 @cache
@@ -42,8 +48,8 @@ def alone(prompt, max_tokens, sampling, end_id):
 
 class EngineLife(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(7, 12),
-        max_batch_size=st.integers(1, 5),
+        num_blocks=st.integers(7, 9),
+        max_batch_size=st.integers(1, 6),
         more_tokens=st.integers(0, 9),
     )
     def start(self, num_blocks, max_batch_size, more_tokens):
@@ -58,19 +64,14 @@ class EngineLife(RuleBasedStateMachine):
         self.taken: list[tuple[Request, Collector]] = []
         self.ended_early: set[RequestKey] = set()
 
-    @rule(
-        prompt=prompts,
-        max_tokens=st.integers(1, 14),
-        sampling=samplings,
-        end_id=end_ids,
-        patience=st.sampled_from([None, None, None, 5]),
-    )
-    def submit(self, prompt, max_tokens, sampling, end_id, patience):
-        deadline_ns = None if patience is None else self.now_ns + patience
-        key = RequestKey(str(len(self.taken)))
-        request = Request(key, prompt, max_tokens, sampling, end_id, deadline_ns)
-        self.taken.append((request, Collector()))
-        self.engine.submit(*self.taken[-1])
+    @rule(batch=st.lists(wishes, min_size=1, max_size=5))
+    def submit(self, batch):
+        for prompt, max_tokens, sampling, end_id, patience in batch:
+            deadline_ns = None if patience is None else self.now_ns + patience
+            key = RequestKey(str(len(self.taken)))
+            request = Request(key, prompt, max_tokens, sampling, end_id, deadline_ns)
+            self.taken.append((request, Collector()))
+            self.engine.submit(*self.taken[-1])
 
     @precondition(lambda self: self.engine.has_requests)
     @rule(data=st.data())
@@ -80,7 +81,7 @@ class EngineLife(RuleBasedStateMachine):
         assert self.engine.abort(key)
         self.ended_early.add(key)
 
-    @rule(steps=st.integers(1, 6))
+    @rule(steps=st.integers(1, 12))
     def step(self, steps):
         for _ in range(steps):
             self.advance()
@@ -118,8 +119,8 @@ class EngineLife(RuleBasedStateMachine):
 
 
 EngineLife.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=40,
+    stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
