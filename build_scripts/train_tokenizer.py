@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -49,8 +49,8 @@ def corpus() -> Iterator[str]:
         yield (stdlib / "pydoc_data" / "topics.py").read_text(encoding="utf-8")
 
 
-def train() -> Tokenizer:
-    """Return the trained tokenizer."""
+def train(texts: Iterable[str] | None = None, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """Return a tokenizer of `vocab_size` tokens that learned from `texts` (default: `corpus()`)."""
     tokenizer = Tokenizer(models.BPE())
     cuts = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in (DIGITS, CJK, WORDS)]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -58,11 +58,11 @@ def train() -> Tokenizer:
     tokenizer.post_processor = post_processors.ByteLevel(trim_offsets=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(CHAT_TOKENS),
+        vocab_size=vocab_size - len(CHAT_TOKENS),
         special_tokens=[AddedToken(text, normalized=False) for text in CONTROL_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.train_from_iterator(corpus() if texts is None else texts, trainer)
     # As in DeepSeek's own file these are not "special": decoding shows them.
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CHAT_TOKENS])
     return tokenizer

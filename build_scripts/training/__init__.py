@@ -1,0 +1,1 @@
+"""Corpus, training, export and evaluation of the demo model (build_scripts/train_demo.py)."""
