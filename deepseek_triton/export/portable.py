@@ -176,6 +176,8 @@ def _new_folder(out_dir: Path, nbytes: int) -> Iterator[Path]:
         temporary.rename(out_dir)
     except OSError as error:
         reason = error.strerror or str(error)
+        if error.filename is not None:
+            reason += f": {error.filename}"
         if error.errno == errno.ENOSPC:
             reason += f": the weights need {nbytes / 1e6:,.1f} MB; free space or use another disk"
         raise BuildError(f"{out_dir} cannot be written: {reason}") from error
