@@ -38,12 +38,13 @@ SHAPE = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+# With four pairs the ramp is 0, 0, 1/2, 1: both betas, the base and the old context all count.
 YARN = {
     "rope_type": "yarn",
-    "rope_theta": 10000.0,
+    "rope_theta": 10.0,
     "factor": 8.0,
     "original_max_position_embeddings": 32,  # the sequences below are longer
-    "beta_fast": 32,
+    "beta_fast": 2,
     "beta_slow": 1,
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
@@ -137,6 +138,9 @@ def _cases() -> list[ParityCase]:
         ParityCase("v2_lite", 2, {"topk_method": "greedy"}),
         ParityCase("v2", 2, v2),
         ParityCase("v2_yarn_without_mscale", 2, {**v2, "rope_parameters": YARN}),
+        ParityCase(
+            "v2_yarn_exact_range", 2, {**v2, "rope_parameters": {**YARN, "truncate": False}}
+        ),
         ParityCase("v2_lite_bias", 2, {"topk_method": "greedy", "attention_bias": True}),
         ParityCase("v2_tied", 2, {**v2, "tie_word_embeddings": True}),
         ParityCase("v2_sharded", 2, v2, max_shard_size="60KB"),
