@@ -27,7 +27,7 @@ from deepseek_triton.errors import DeepseekTritonError  # noqa: E402
 from deepseek_triton.server import RunningServer, ServerOptions, running_server  # noqa: E402
 from deepseek_triton.server.engine_cache import ensure_engine  # noqa: E402
 
-Piece = tuple[str, int]  # text, tokens made so far
+Piece = tuple[str, int]  # text; tokens of the whole answer, with the last piece
 TOKENS = "num_output_tokens"
 
 
@@ -53,7 +53,8 @@ def over_grpc(server: RunningServer, prompt: str, max_tokens: int) -> Iterator[P
         return_num_output_tokens=True,
     )
     for chunk in chunks:
-        yield chunk.text, int(chunk.outputs[TOKENS].flat[0])
+        counts = chunk.outputs.get(TOKENS)  # with the last response
+        yield chunk.text, 0 if counts is None else int(counts.flat[0])
 
 
 def over_http(server: RunningServer, prompt: str, max_tokens: int) -> Iterator[Piece]:
@@ -62,7 +63,7 @@ def over_http(server: RunningServer, prompt: str, max_tokens: int) -> Iterator[P
         prompt, url=server.http_url, max_tokens=max_tokens, return_num_output_tokens=True
     )
     for event in events:
-        yield event["text_output"], event[TOKENS]
+        yield event["text_output"], event.get(TOKENS, 0)
 
 
 def show(title: str, prompt: str, pieces: Iterable[Piece]) -> None:
@@ -73,10 +74,15 @@ def show(title: str, prompt: str, pieces: Iterable[Piece]) -> None:
     arrivals: list[tuple[float, int]] = []
     for text, tokens in pieces:
         arrivals.append((time.perf_counter() - start, tokens))
-        print(text, end="", flush=True)
+        print(printable(text), end="", flush=True)
     (first, _), (last, total) = arrivals[0], arrivals[-1]
     rate = f"then {(total - 1) / (last - first):.0f} tokens/s" if last > first else "in one piece"
     print(f"{plain}\n[{total} tokens; the first after {1e3 * first:.0f} ms; {rate}]")
+
+
+def printable(text: str) -> str:
+    """Return `text` without control characters: random weights write them, terminals obey them."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\u00b7" for c in text)
 
 
 def run(folder: Path, arguments: argparse.Namespace) -> None:

@@ -82,6 +82,7 @@ def stream_grpc(
     inputs = [make_input(name, value) for name, value in values.items() if value is not None]
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     client = triton.InferenceServerClient(url)
+    ended = False
     try:
         client.start_stream(
             lambda result, error: answers.put((result, error)),
@@ -97,8 +98,12 @@ def stream_grpc(
                 parameters=dict(parameters or {}),
             )
         yield from _chunks(answers, url, outputs)
+        ended = True
+    except GenerationError:
+        ended = True
+        raise
     finally:
-        client.stop_stream(cancel_requests=True)  # no effect on a request that has ended
+        client.stop_stream(cancel_requests=not ended)
         client.close()
 
 

@@ -28,7 +28,7 @@ CACHE = Path(__file__).resolve().parents[1] / ".cache" / "perf-smoke"
 TOKENS = 16
 REQUESTS = 16  # at each concurrency
 CONCURRENCY = range(1, 5)
-TIMEOUT_S = 240
+TIMEOUT_S = 120
 NS = 1e-9
 
 
@@ -47,22 +47,22 @@ class Row:
     tokens_per_second: float
 
 
-def profile(grpc_url: str, folder: Path) -> dict[str, Any]:
-    """Run perf_analyzer on the ensemble and return the profile that it exports."""
+def profile(grpc_url: str, concurrency: int, folder: Path) -> list[dict[str, Any]]:
+    """Run perf_analyzer on the ensemble and return the requests of the profile that it exports."""
     values = {
         "text_input": ["What is deep learning?"],
         "max_tokens": [TOKENS],
         "min_tokens": [TOKENS],
         "stream": [True],
+        "return_num_output_tokens": [True],
     }
-    input_data, exported = folder / "input.json", folder / "profile.json"
+    input_data, exported = folder / "input.json", folder / f"profile-{concurrency}.json"
     input_data.write_text(json.dumps({"data": [values]}), encoding="utf-8")
     command = [
         *perf_analyzer(),
         *("-m", "ensemble", "-u", grpc_url, "-i", "grpc", "--streaming", "--async"),
         *("--input-data", str(input_data), "--profile-export-file", str(exported)),
-        *("--concurrency-range", f"{CONCURRENCY[0]}:{CONCURRENCY[-1]}"),
-        *("--request-count", str(REQUESTS)),
+        *("--concurrency-range", str(concurrency), "--request-count", str(REQUESTS)),
     ]
     try:
         run = subprocess.run(
@@ -71,30 +71,26 @@ def profile(grpc_url: str, folder: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired as error:
         raise SmokeError(f"perf_analyzer did not end within {TIMEOUT_S} s") from error
     if run.returncode or not exported.exists():
-        raise SmokeError(f"perf_analyzer failed:\n{run.stdout}{run.stderr}")
-    result: dict[str, Any] = json.loads(exported.read_text(encoding="utf-8"))
-    return result
+        raise SmokeError(f"perf_analyzer failed:\n{run.stdout[-1000:]}{run.stderr[:1000]}")
+    (experiment,) = json.loads(exported.read_text(encoding="utf-8"))["experiments"]
+    requests: list[dict[str, Any]] = experiment["requests"]
+    return requests
 
 
-def check(exported: dict[str, Any]) -> list[Row]:
-    """Return one row for each concurrency.
+def check(concurrency: int, requests: list[dict[str, Any]]) -> Row:
+    """Return what the requests of one run amount to.
 
     Raises:
-        SmokeError: a concurrency or its requests are missing, or a request did not get its tokens.
+        SmokeError: a request is missing, or did not get its tokens.
     """
-    experiments = {e["experiment"]["value"]: e["requests"] for e in exported["experiments"]}
-    if sorted(experiments) != list(CONCURRENCY):
-        raise SmokeError(f"profile of concurrency {sorted(experiments)}, not {list(CONCURRENCY)}")
-    return [_row(level, experiments[level]) for level in CONCURRENCY]
-
-
-def _row(concurrency: int, requests: list[dict[str, Any]]) -> Row:
     if len(requests) < REQUESTS:
         raise SmokeError(f"{len(requests)} requests at concurrency {concurrency}, not {REQUESTS}")
     for request in requests:
-        count = len(request["response_timestamps"])
-        if count != TOKENS or not request.get("success", True):
-            raise SmokeError(f"a request got {count} responses, not {TOKENS}: {request}")
+        last = (request["response_outputs"] or [{}])[-1]
+        if (last.get("num_output_tokens"), last.get("finish_reason")) != (TOKENS, "length"):
+            raise SmokeError(
+                f"a request did not get its {TOKENS} tokens; its last response: {last}"
+            )
     firsts = sorted(r["response_timestamps"][0] - r["timestamp"] for r in requests)
     spans = [r["response_timestamps"][-1] - r["response_timestamps"][0] for r in requests]
     begin = min(r["timestamp"] for r in requests)
@@ -128,7 +124,10 @@ def run(engine: Path) -> list[Row]:
         tempfile.TemporaryDirectory() as folder,
         running_server(options, log_path=CACHE / "server.log") as server,
     ):
-        return check(profile(server.grpc_url, Path(folder)))
+        return [
+            check(concurrency, profile(server.grpc_url, concurrency, Path(folder)))
+            for concurrency in CONCURRENCY
+        ]
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from tests.e2e.support import is_idle, wait_until
 HERE = Path(__file__).parent
 SMALL_POOL_BLOCKS = 24
 SHORT_DEADLINE_MS = 1500
-LOG_LINES_SHOWN = 40
+LOG_LINES_SHOWN = 20
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,10 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Show the end of the server's log with a failure."""
     report = yield
-    for fixture in getattr(item, "funcargs", {}).values():
-        if report.failed and isinstance(fixture, RunningServer) and fixture.log_path:
-            lines = fixture.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-            report.sections.append(("server log", "\n".join(lines[-LOG_LINES_SHOWN:])))
+    fixtures = getattr(item, "funcargs", {}).values()
+    logs = {f.log_path for f in fixtures if isinstance(f, RunningServer)} - {None}
+    for log in logs if report.failed else ():
+        text = log.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if not line.startswith(("|", "+"))]
+        report.sections.append((log.name, "\n".join(lines[-LOG_LINES_SHOWN:])))
     return report
 
 

@@ -115,7 +115,7 @@ def raw_request(
                     answer.results.append(result)
             if answer.errors or answer.finals == 1:
                 deadline = min(deadline, time.monotonic() + settle_s)
-        client.stop_stream(cancel_requests=True)
+        client.stop_stream(cancel_requests=not (answer.errors or answer.finals))
     return answer
 
 

@@ -35,14 +35,15 @@ def test_equal_max_and_min_tokens_give_exactly_that_many(
     answer = send(server, max_tokens=64, min_tokens=64, stream=stream, **sampling)
     assert counted(answer) == 64
     assert answer.finals == 1
-    assert len(answer.results) == (64 if stream else 1)
+    # A response may carry several tokens when the engine is faster than the stream.
+    assert 8 < len(answer.results) <= 64 if stream else len(answer.results) == 1
 
 
 def test_exact_lengths_over_http(server: RunningServer) -> None:
     request = {"url": server.http_url, "max_tokens": 64, "min_tokens": 64}
     request["return_num_output_tokens"] = True
     events = list(generate_stream("Hello", **request))
-    assert len(events) == 64
+    assert 8 < len(events) <= 64
     assert events[-1]["num_output_tokens"] == 64
     assert generate("Hello", **request)["num_output_tokens"] == 64
 
