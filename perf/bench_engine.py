@@ -1,0 +1,162 @@
+"""Decode speed of the engine against transformers, and what the engine adds to ONNX Runtime.
+
+The same fp32 weights (perf/reference_model.py), the same machine, the same threads, in turns:
+each round runs one process of either side. A step of B = 1 and B = 8 requests, each with a
+prompt of 128 tokens, is timed over 64 greedy tokens after a warm-up.
+
+    python perf/bench_engine.py            # writes perf/results/engine_decode.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import save_result
+from reference_model import write_reference_checkpoint
+
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "perf"
+BATCH_SIZES = (1, 8)
+PROMPT_TOKENS, WARMUP_TOKENS, TIMED_TOKENS = 128, 8, 64
+THREADS = 2
+
+
+def prompts(batch_size: int, vocab_size: int) -> list[list[int]]:
+    """The same random token ids for both sides."""
+    rng = np.random.default_rng(7)
+    return rng.integers(3, vocab_size, (batch_size, PROMPT_TOKENS)).tolist()
+
+
+class TimedSession:
+    """Stands in front of an InferenceSession and adds up the time inside ONNX Runtime."""
+
+    def __init__(self, session: Any) -> None:
+        self.session, self.seconds = session, 0.0
+
+    def run_with_iobinding(self, binding: Any, options: Any = None) -> None:
+        """Run and count."""
+        started = time.perf_counter()
+        self.session.run_with_iobinding(binding, options)
+        self.seconds += time.perf_counter() - started
+
+
+def measure_engine(engine_dir: Path, batch_size: int) -> dict[str, float]:
+    """Seconds a step of StepEngine, and the part of them inside ONNX Runtime."""
+    from deepseek_triton.config import SchedulerConfig
+    from deepseek_triton.engine.engine import StepEngine
+    from deepseek_triton.request import Request, RequestKey
+    from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
+
+    runner = OnnxRuntimeRunner.load(engine_dir, num_blocks=256, num_threads=THREADS)
+    session = TimedSession(runner._session)
+    runner._session = session  # type: ignore[assignment]
+    engine = StepEngine(runner, SchedulerConfig(max_batch_size=16))
+    tokens = [0] * batch_size
+    for index, prompt in enumerate(prompts(batch_size, runner.vocab_size)):
+
+        def count(output: Any, index: int = index) -> None:
+            tokens[index] += len(output.token_ids)
+
+        max_tokens = WARMUP_TOKENS + TIMED_TOKENS + batch_size * 4
+        engine.submit(Request(RequestKey(str(index)), tuple(prompt), max_tokens), count)
+    while min(tokens) < WARMUP_TOKENS:
+        engine.step()
+    started, session.seconds = time.perf_counter(), 0.0
+    for _ in range(TIMED_TOKENS):
+        engine.step()
+    seconds = time.perf_counter() - started
+    return {"step_s": seconds / TIMED_TOKENS, "onnxruntime_s": session.seconds / TIMED_TOKENS}
+
+
+def measure_transformers(checkpoint: Path, batch_size: int) -> dict[str, float]:
+    """Seconds a greedy decode step of transformers' own class, eager attention, cache in use."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(THREADS)
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        ids = torch.tensor(prompts(batch_size, model.config.vocab_size))
+        cache, seconds = None, 0.0
+        for step in range(WARMUP_TOKENS + TIMED_TOKENS):
+            started = time.perf_counter()
+            output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, ids = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+            if step >= WARMUP_TOKENS:
+                seconds += time.perf_counter() - started
+    return {"step_s": seconds / TIMED_TOKENS}
+
+
+def run_worker(side: str, folder: Path, batch_size: int) -> dict[str, float]:
+    """Measure one side in a process of its own, so that neither warms the other's threads."""
+    command = [sys.executable, __file__, "--worker", side, str(folder), str(batch_size)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def summarize(rounds: list[dict[str, dict[str, float]]], batch_size: int) -> dict[str, float]:
+    """Medians over the rounds, and the two ratios."""
+
+    def median(side: str, key: str) -> float:
+        return statistics.median(r[side][key] for r in rounds)
+
+    step = median("engine", "step_s")
+    overheads = [1 - r["engine"]["onnxruntime_s"] / r["engine"]["step_s"] for r in rounds]
+    return {
+        "engine_step_ms": round(step * 1e3, 2),
+        "engine_tokens_per_s": round(batch_size / step, 1),
+        "transformers_tokens_per_s": round(batch_size / median("transformers", "step_s"), 1),
+        "speedup": round(median("transformers", "step_s") / step, 2),
+        "engine_overhead_share": round(statistics.median(overheads), 4),
+    }
+
+
+def main() -> None:
+    """Run the rounds, print a table and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--worker", nargs=3, metavar=("SIDE", "FOLDER", "BATCH"))
+    arguments = parser.parse_args()
+    if arguments.worker:
+        side, folder, batch_size = arguments.worker
+        measure = {"engine": measure_engine, "transformers": measure_transformers}[side]
+        print(json.dumps(measure(Path(folder), int(batch_size))))
+        return
+    checkpoint, engine_dir = reference_engine()
+    measured: dict[str, Any] = {}
+    for batch_size in BATCH_SIZES:
+        rounds = [
+            {
+                "engine": run_worker("engine", engine_dir, batch_size),
+                "transformers": run_worker("transformers", checkpoint, batch_size),
+            }
+            for _ in range(arguments.rounds)
+        ]
+        measured[f"batch_{batch_size}"] = {**summarize(rounds, batch_size), "rounds": rounds}
+        print(f"B={batch_size}: {summarize(rounds, batch_size)}")
+    print(save_result("engine_decode", measured))
+
+
+def reference_engine() -> tuple[Path, Path]:
+    """Write the reference checkpoint and its engine under .cache/perf, once."""
+    from deepseek_triton.server.engine_cache import ensure_engine
+
+    CACHE.mkdir(parents=True, exist_ok=True)
+    checkpoint = write_reference_checkpoint(CACHE / "reference")
+    engine_dir = CACHE / "reference-engine"
+    ensure_engine(checkpoint, engine_dir)
+    return checkpoint, engine_dir
+
+
+if __name__ == "__main__":
+    main()

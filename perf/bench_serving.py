@@ -1,0 +1,161 @@
+"""What the whole server adds to the engine: per token at one stream, in throughput at sixteen.
+
+The same requests go, in turns, to the engine in a process of its own and to tritonserver over
+gRPC: prompts of about 128 tokens, 128 greedy tokens each, all sent at once. The client runs on
+the same cores as the server. Model: perf/reference_model.py, fp32.
+
+    python perf/bench_serving.py           # writes perf/results/serving_overhead.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_engine import CACHE, reference_engine
+from record import save_result
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
+
+STREAMS = (1, 16)
+OUTPUT_TOKENS = 128
+PROMPT_CHARACTERS = 300  # about 128 tokens of the random checkpoint's tokenizer
+
+
+def prompt(index: int) -> str:
+    """Text of request `index`; no two begin alike."""
+    words = (f"{index} sea, {index * 7} ships and {i} more " for i in range(100))
+    return "".join(words)[:PROMPT_CHARACTERS]
+
+
+def summarize(started: float, arrivals: Sequence[Sequence[float]]) -> dict[str, float]:
+    """From the arrival times of every request's tokens to tokens/s and seconds between tokens."""
+    gaps = [b - a for times in arrivals for a, b in zip(times, times[1:], strict=False)]
+    tokens = sum(map(len, arrivals))
+    end = max(times[-1] for times in arrivals)
+    return {
+        "tokens": tokens,
+        "tokens_per_s": tokens / (end - started),
+        "between_tokens_s": statistics.fmean(gaps),
+        "first_token_s": statistics.median(times[0] - started for times in arrivals),
+    }
+
+
+def measure_engine(engine_dir: Path, streams: int) -> dict[str, float]:
+    """Run the requests on EngineLoop, in this process, without Triton."""
+    from deepseek_triton.engine.loop import EngineLoop
+    from deepseek_triton.request import Request, RequestKey, TokenOutput
+    from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
+    from deepseek_triton.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(engine_dir)
+    prompts = [tuple(tokenizer.encode(prompt(i))) for i in range(streams)]
+    runner = OnnxRuntimeRunner.load(engine_dir, num_blocks=512)
+    arrivals: list[list[float]] = [[] for _ in prompts]
+    ended = threading.Semaphore(0)
+    with EngineLoop(runner) as engine:
+        for warm_up in (True, False):
+            started = time.perf_counter()
+            for index, ids in enumerate(prompts):
+                arrivals[index] = []
+
+                def take(output: TokenOutput, times: list[float] = arrivals[index]) -> None:
+                    times += [time.perf_counter()] * len(output.token_ids)
+                    if output.finish_reason is not None:
+                        ended.release()
+
+                tokens = 8 if warm_up else OUTPUT_TOKENS
+                engine.submit(Request(RequestKey(f"{index}"), ids, tokens), take)
+            for _ in prompts:
+                ended.acquire()
+    return {**summarize(started, arrivals), "prompt_tokens": len(prompts[0])}
+
+
+def measure_server(grpc_url: str, streams: int) -> dict[str, float]:
+    """Send the requests over gRPC, each on a stream of its own."""
+    from grpc_stream import stream_grpc
+
+    arrivals: list[list[float]] = [[] for _ in range(streams)]
+
+    def consume(index: int) -> None:
+        for chunk in stream_grpc(prompt(index), url=grpc_url, max_tokens=OUTPUT_TOKENS, end_id=-1):
+            del chunk
+            arrivals[index].append(time.perf_counter())
+
+    threads = [threading.Thread(target=consume, args=(index,)) for index in range(streams)]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return summarize(started, arrivals)
+
+
+def worker(side: str, where: str, streams: int) -> dict[str, float]:
+    """Measure one side in a process of its own."""
+    command = [sys.executable, __file__, "--worker", side, where, str(streams)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def compare(rounds: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+    """Medians over the rounds, their ratio and the time added to each token."""
+
+    def median(side: str, key: str) -> float:
+        return statistics.median(r[side][key] for r in rounds)
+
+    added = median("server", "between_tokens_s") - median("engine", "between_tokens_s")
+    return {
+        "engine_tokens_per_s": round(median("engine", "tokens_per_s"), 1),
+        "server_tokens_per_s": round(median("server", "tokens_per_s"), 1),
+        "throughput_ratio": round(
+            median("server", "tokens_per_s") / median("engine", "tokens_per_s"), 3
+        ),
+        "added_between_tokens_ms": round(added * 1e3, 3),
+    }
+
+
+def main() -> None:
+    """Run the rounds, print a table and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--worker", nargs=3, metavar=("SIDE", "WHERE", "STREAMS"))
+    arguments = parser.parse_args()
+    if arguments.worker:
+        side, where, streams = arguments.worker
+        if side == "engine":
+            print(json.dumps(measure_engine(Path(where), int(streams))))
+        else:
+            print(json.dumps(measure_server(where, int(streams))))
+        return
+    from deepseek_triton.server import ServerOptions, running_server
+
+    _, engine_dir = reference_engine()
+    measured: dict[str, Any] = {}
+    options = ServerOptions(engine_dir=engine_dir, http_port=0, grpc_port=0, metrics_port=0)
+    with running_server(options, log_path=CACHE / "bench_serving.log") as server:
+        for streams in STREAMS:
+            worker("server", server.grpc_url, streams)  # warm-up
+            rounds = [
+                {
+                    "engine": worker("engine", str(engine_dir), streams),
+                    "server": worker("server", server.grpc_url, streams),
+                }
+                for _ in range(arguments.rounds)
+            ]
+            measured[f"streams_{streams}"] = {**compare(rounds), "rounds": rounds}
+            print(f"{streams} streams: {compare(rounds)}")
+    print(save_result("serving_overhead", measured))
+
+
+if __name__ == "__main__":
+    main()
