@@ -75,7 +75,7 @@ def _query_and_latent(modules: ModuleWriter, x: str, name: str, source: str) -> 
         f"{name}.q_kv_a.sizes", np.array([first.outputs, kv_a.outputs], np.int64)
     )
     q, latent = graph.pair(
-        "Split", [both, sizes], f"{name}.split", (f"{name}.q_a", f"{name}.kv_a"), axis=-1
+        "Split", [both, sizes], f"{name}.split", (f"{name}.split.q", f"{name}.split.kv_a"), axis=-1
     )
     if rank is not None:
         q = modules.rms_norm(q, f"{name}.q_norm", source + "q_a_layernorm", rank, LATENT_NORM_EPS)

@@ -92,7 +92,11 @@ class WeightFile:
         """
         unreleased = 0
         bar = tqdm(
-            total=self.nbytes, desc="export weights", unit="B", unit_scale=True, disable=None
+            total=sum(w.nbytes for w in self._weights),
+            desc="export weights",
+            unit="B",
+            unit_scale=True,
+            disable=None,
         )
         with path.open("wb") as file, bar:
             for weight in self._weights:

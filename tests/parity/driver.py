@@ -116,7 +116,11 @@ class PortableModel:
                 ).type.tensor_type.elem_type = onnx.TensorProto.FLOAT
             path = path.with_name("exposed.onnx")
             onnx.save(model, path)
-        self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1  # the models are too small to share
+        self._session = onnxruntime.InferenceSession(
+            path, options, providers=["CPUExecutionProvider"]
+        )
         self._output_names = [output.name for output in self._session.get_outputs()]
         self._outputs: dict[str, NDArray[Any]] = {}
         width = self._session.get_inputs()[-1].shape[-1]
