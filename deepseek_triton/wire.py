@@ -96,7 +96,7 @@ _SHARED_INPUTS = (
     Tensor("seed", "UINT64"),
     Tensor("return_log_probs", "BOOL"),
     Tensor("return_perf_metrics", "BOOL"),
-    Tensor("return_num_input_tokens", "BOOL"),  # the counts are always there
+    Tensor("return_num_input_tokens", "BOOL"),  # the last response has both anyway
     Tensor("return_num_output_tokens", "BOOL"),
     Tensor("exclude_input_in_output", "BOOL"),  # absent: true for a stream, else false
     _unsupported("num_return_sequences", "INT32", neutral=(1,)),

@@ -10,6 +10,8 @@ from deepseek_triton.backend.sampling import sampling_params
 from deepseek_triton.errors import InvalidRequestError, UnsupportedTensorError
 from deepseek_triton.request import Request, RequestKey
 
+_COUNT_FLAGS = ("return_num_input_tokens", "return_num_output_tokens")
+
 
 @dataclass(frozen=True)
 class ReplyOptions:
@@ -19,6 +21,7 @@ class ReplyOptions:
     echo: bool  # begin with the prompt
     stop: tuple[str, ...]
     return_log_probs: bool
+    return_counts: bool  # of input and output tokens, with each response
     return_perf_metrics: bool
 
 
@@ -39,6 +42,7 @@ def read_request(
         echo=not (stream if exclude_input is None else exclude_input),
         stop=_stop(inputs),
         return_log_probs=sampling.return_log_probs,
+        return_counts=any(map(inputs.flag, _COUNT_FLAGS)),
         return_perf_metrics=bool(inputs.flag("return_perf_metrics")),
     )
     request = Request(

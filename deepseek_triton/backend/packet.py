@@ -25,6 +25,7 @@ class TextOptions:
     echo_ids: tuple[int, ...] = ()  # the prompt, if the text must begin with it
     num_input_tokens: int = 0
     return_log_probs: bool = False
+    return_counts: bool = False
 
 
 @dataclass(frozen=True)

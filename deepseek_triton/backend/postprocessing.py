@@ -181,6 +181,7 @@ class Postprocessing:
                 Progress(
                     num_input_tokens=options.num_input_tokens,
                     num_output_tokens=text.num_output_tokens,
+                    counts=options.return_counts,
                     log_probs=piece.log_probs if options.return_log_probs else None,
                     cum_log_prob=text.cum_log_prob,
                     finish_reason=text.finish_reason,

@@ -38,6 +38,7 @@ class EnsembleReply:
             echo_ids=request.prompt_token_ids if options.echo else (),
             num_input_tokens=len(request.prompt_token_ids),
             return_log_probs=options.return_log_probs,
+            return_counts=options.return_counts,
         )
         self._next_index = 0
         self.interval_s = 0.0 if options.stream else _COALESCE_S
@@ -130,6 +131,7 @@ class DirectReply:
             Progress(
                 num_input_tokens=output.num_input_tokens,
                 num_output_tokens=output.num_output_tokens,
+                counts=self._options.return_counts,
                 log_probs=output.log_probs if self._options.return_log_probs else None,
                 cum_log_prob=output.cum_log_prob,
                 finish_reason=output.finish_reason,

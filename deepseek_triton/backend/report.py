@@ -38,6 +38,7 @@ class Progress:
 
     num_input_tokens: int
     num_output_tokens: int  # so far
+    counts: bool  # asked for with every response
     log_probs: Sequence[float] | None  # of this response's tokens; None unless asked for
     cum_log_prob: float
     finish_reason: FinishReason | None = None
@@ -48,7 +49,8 @@ def report_tensors(progress: Progress) -> dict[str, NDArray[Any]]:
     """Return the report of one response, each tensor with batch dimension 1.
 
     The last response holds every tensor, zeros where nothing was asked for. Those before it hold
-    finish_reason and the log probs that were asked for: each tensor costs time with every token.
+    finish_reason, and the log probs and token counts that were asked for: each tensor costs time
+    with every token.
     """
     last = progress.finish_reason is not None
     tensors: dict[str, NDArray[Any]] = {
@@ -60,10 +62,11 @@ def report_tensors(progress: Progress) -> dict[str, NDArray[Any]]:
         log_probs = progress.log_probs if progress.log_probs is not None else (0.0,)
         tensors["output_log_probs"] = np.array([[log_probs]], np.float32)
         tensors["cum_log_probs"] = np.array([[progress.cum_log_prob]], np.float32)
-    if last:
-        tensors |= _CONSTANTS
+    if last or progress.counts:
         tensors["num_input_tokens"] = _int32(progress.num_input_tokens)
         tensors["num_output_tokens"] = _int32(progress.num_output_tokens)
+    if last:
+        tensors |= _CONSTANTS
         tensors |= _stats_tensors(progress.stats or RequestStats())
     return tensors
 
