@@ -55,8 +55,10 @@ class OnnxRuntimeRunner:
             EngineMismatchError: the engine is for another target or ONNX Runtime version.
             ConfigError: `num_blocks` or `num_threads` is out of range or memory is short.
         """
-        if num_blocks < 1 or num_threads < 0:
-            raise ConfigError("num_blocks must be at least 1 and num_threads at least 0")
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}")
+        if num_threads < 0:
+            raise ConfigError(f"num_threads must be at least 0, not {num_threads}")
         manifest = engine.manifest
         _check_runtime(engine)
         self._session: ort.InferenceSession | None = open_session(

@@ -10,7 +10,11 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from deepseek_triton.errors import ConfigError, EngineMismatchError
+from deepseek_triton.kv_cache.sizing import available_memory
 from deepseek_triton.kv_cache.spec import KVCacheSpec
+
+# Folding a Transpose into a product with per-head weights gives up ONNX Runtime's threaded path.
+_DISABLED_OPTIMIZERS = ["MatmulTransposeFusion"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -24,25 +28,6 @@ def available_cores() -> int:
     except (OSError, ValueError):  # no cgroup v2, or the quota is "max"
         pass
     return cores or 1
-
-
-def available_memory() -> int | None:
-    """Return the bytes that this process may still take, or None if the system does not say."""
-    limits = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        used = int((_CGROUP / "memory.current").read_text()) - int(stat["file"])
-        limits.append(limit - used)
-    except (OSError, KeyError, ValueError):  # no cgroup v2, or no limit
-        pass
-    return min(limits, default=None)
 
 
 def open_session(model_path: Path, num_threads: int) -> ort.InferenceSession:
@@ -62,7 +47,10 @@ def open_session(model_path: Path, num_threads: int) -> ort.InferenceSession:
     options.log_severity_level = 3
     try:
         return ort.InferenceSession(
-            os.fspath(model_path), options, providers=["CPUExecutionProvider"]
+            os.fspath(model_path),
+            options,
+            providers=["CPUExecutionProvider"],
+            disabled_optimizers=_DISABLED_OPTIMIZERS,
         )
     except Exception as error:  # ONNX Runtime's own types have no common base of theirs
         raise EngineMismatchError(
@@ -76,15 +64,15 @@ def allocate_pools(spec: KVCacheSpec, num_blocks: int) -> list[NDArray[np.float3
     Raises:
         ConfigError: less memory is available than the pools need.
     """
-    needed = spec.bytes_per_block * num_blocks
-    available = available_memory()
+    needed, available = spec.bytes_per_block * num_blocks, available_memory()
     problem = (
-        f"num_blocks: {num_blocks} KV blocks of {spec.bytes_per_block} bytes need {needed} bytes"
+        f"{num_blocks} KV blocks of {spec.bytes_per_block:,} bytes need {needed:,} bytes of memory"
     )
-    if available is not None and needed > available:
-        raise ConfigError(f"{problem}, {available} are available: lower num_blocks")
+    way_out = "lower kv_cache_num_blocks or kv_cache_memory_mb"
+    if 0 < available < needed:
+        raise ConfigError(f"{problem}, {available:,} are available: {way_out}")
     shape = (num_blocks, spec.block_size, spec.width)
     try:
         return [np.zeros(shape, spec.dtype) for _ in range(spec.num_layers)]
     except MemoryError as error:
-        raise ConfigError(f"{problem}, which cannot be allocated: lower num_blocks") from error
+        raise ConfigError(f"{problem}, which cannot be allocated: {way_out}") from error
