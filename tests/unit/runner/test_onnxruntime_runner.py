@@ -126,15 +126,19 @@ def test_log_probs_come_when_asked(
 
 
 def test_only_the_slots_of_a_row_are_written(runner: OnnxRuntimeRunner) -> None:
+    rows = [row(PROMPTS[0], [3], 0, 3), row(PROMPTS[2], [2], 0, 9), row(PROMPTS[1], [11, 0, 7])]
+    calls = plan_calls(rows, num_heads=4)
+    assert {p.row for p in calls[1]} == {0, 1}  # so that row 0 is padded
     for pool in runner._pools:
         pool[:] = 7.0
-    runner.forward([row(PROMPTS[1], TABLES[1], 0, 35), row(PROMPTS[0], TABLES[0], 0, 3)])
+    runner.forward(rows)
     for pool in runner._pools:
-        others = [b for b in range(NUM_BLOCKS) if b not in (*TABLES[0], *TABLES[1])]
+        others = [b for b in range(NUM_BLOCKS) if b not in (3, 2, 11, 0, 7)]
         assert (pool[others] == 7.0).all()
-        assert (pool[TABLES[1][:2]] != 7.0).any(axis=-1).all()
-        assert (pool[TABLES[1][2], 3:] == 0.0).all()  # begun, and clear beyond the written part
-        assert (pool[TABLES[0][0], 3:] == 0.0).all()
+        assert (pool[[11, 0]] != 7.0).any(axis=-1).all()
+        for block, used in ((3, 3), (2, 9), (7, 5)):
+            assert (pool[block, :used] != 7.0).any(axis=-1).all()
+            assert (pool[block, used:] == 0.0).all()  # begun, and clear beyond the written part
 
 
 def test_what_the_last_owner_left_in_a_block_is_gone(
