@@ -61,8 +61,10 @@ class StepPacket:
 
     @classmethod
     def from_tensor(cls, tensor: NDArray[np.uint8]) -> StepPacket:
-        """Read what `to_tensor` wrote. Raises ValueError, KeyError, TypeError."""
+        """Read what `to_tensor` wrote. Raises ValueError, KeyError or TypeError for all else."""
         content = json.loads(tensor.tobytes())
+        if not isinstance(content, dict):
+            raise TypeError(f"{type(content).__name__} in place of an object")
         options = content.get("options")
         if options is not None:
             tuples = {k: tuple(v) for k, v in options.items() if isinstance(v, list)}

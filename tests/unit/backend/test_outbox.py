@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from deepseek_triton.backend import outbox as module
+from deepseek_triton.backend.outbox import Outbox, merge
+from deepseek_triton.request import FinishReason, TokenOutput
+from tests.unit.backend.fakes import output
+
+
+class FakeReply:
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self.interval_s = interval_s
+        self.sent: list[TokenOutput] = []
+        self.beats = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+
+    def send(self, output: TokenOutput) -> None:
+        self.gate.wait(10)
+        if self.failure is not None:
+            raise self.failure
+        self.sent.append(output)
+
+    def beat(self) -> None:
+        self.beats += 1
+
+
+@pytest.fixture
+def aborted() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def box(aborted: list[str]):
+    box = Outbox(aborted.append)
+    yield box
+    box.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.002)
+
+
+def outputs(count: int) -> list[TokenOutput]:
+    last = FinishReason.LENGTH
+    return [output("k", i, (i,), last if i == count - 1 else None) for i in range(count)]
+
+
+def test_each_output_of_a_stream_is_a_response(box: Outbox) -> None:
+    reply = FakeReply()
+    emit = box.open("k", reply)
+    for item in outputs(5):
+        emit(item)
+    wait_for(lambda: len(reply.sent) == 5)
+    assert reply.sent == outputs(5)
+
+
+def test_a_request_far_behind_gets_the_rest_as_one(box: Outbox) -> None:
+    reply = FakeReply()
+    reply.gate.clear()
+    emit = box.open("k", reply)
+    for item in outputs(40):
+        emit(item)
+    reply.gate.set()
+    wait_for(lambda: bool(reply.sent) and reply.sent[-1].finish_reason is not None)
+    assert len(reply.sent) < 40
+    assert [t for o in reply.sent for t in o.token_ids] == list(range(40))
+
+
+def test_a_slow_receiver_does_not_block_the_engine(box: Outbox) -> None:
+    reply = FakeReply()
+    reply.gate.clear()
+    emit = box.open("k", reply)
+    started = time.monotonic()
+    for item in outputs(100):
+        emit(item)
+    assert time.monotonic() - started < 1
+    reply.gate.set()
+
+
+def test_with_an_interval_outputs_are_collected_but_the_end_comes_at_once(box: Outbox) -> None:
+    reply = FakeReply(interval_s=3600.0)
+    emit = box.open("k", reply)
+    for item in outputs(20)[:-1]:
+        emit(item)
+    time.sleep(0.02)
+    assert reply.sent == []
+    emit(outputs(20)[-1])
+    wait_for(lambda: len(reply.sent) == 1)
+    assert reply.sent[0].token_ids == tuple(range(20))
+
+
+def test_an_interval_that_has_passed_sends_what_there_is(box: Outbox) -> None:
+    reply = FakeReply(interval_s=0.02)
+    emit = box.open("k", reply)
+    for item in outputs(4)[:-1]:
+        emit(item)
+    wait_for(lambda: len(reply.sent) == 1)
+    assert reply.sent[0].token_ids == (0, 1, 2)
+
+
+def test_silence_is_met_with_a_beat(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BEAT_S", 0.01)
+    monkeypatch.setattr(module, "_MAX_BEATS_PER_S", 1000)
+    reply = FakeReply()
+    emit = box.open("k", reply)
+    wait_for(lambda: reply.beats >= 2)
+    emit(outputs(1)[0])
+    wait_for(lambda: len(reply.sent) == 1)
+    beats = reply.beats
+    time.sleep(0.05)
+    assert reply.beats == beats, "an ended request gets no beat"
+
+
+def test_a_reply_that_fails_aborts_its_request_alone(box: Outbox, aborted: list[str]) -> None:
+    broken, sound = FakeReply(), FakeReply()
+    broken.failure = RuntimeError("gone")
+    emit_broken, emit_sound = box.open("broken", broken), box.open("sound", sound)
+    emit_broken(output("broken", 0, (1,)))
+    emit_sound(output("sound", 0, (1,), FinishReason.LENGTH))
+    wait_for(lambda: len(sound.sent) == 1 and bool(aborted))
+    assert aborted == ["broken"]
+
+
+def test_closing_sends_what_is_pending(aborted: list[str]) -> None:
+    box = Outbox(aborted.append)
+    reply = FakeReply(interval_s=3600.0)
+    emit = box.open("k", reply)
+    emit(outputs(2)[0])
+    box.close()
+    assert [o.token_ids for o in reply.sent] == [(0,)]
+
+
+def test_a_discarded_request_is_left_alone(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BEAT_S", 0.01)
+    reply = FakeReply()
+    box.open("k", reply)
+    box.discard("k")
+    time.sleep(0.05)
+    assert reply.beats == 0
+
+
+def test_merging_keeps_the_first_index_and_the_last_state() -> None:
+    first = output("k", 3, (1,), log_probs=(-0.5,), cum_log_prob=-0.5)
+    second = output("k", 4, (), FinishReason.STOP, cum_log_prob=-0.75, num_output_tokens=7)
+    third = output("k", 4, (2,), log_probs=(-0.25,), cum_log_prob=-0.75, num_output_tokens=7)
+    merged = merge([first, third])
+    assert (merged.index, merged.token_ids, merged.log_probs) == (3, (1, 2), (-0.5, -0.25))
+    assert (merged.cum_log_prob, merged.num_output_tokens) == (-0.75, 7)
+    assert merge([first, second]).finish_reason is FinishReason.STOP
+    assert merge([first]) is first

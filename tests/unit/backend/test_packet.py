@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepseek_triton.backend.packet import StepPacket, TextOptions
+from deepseek_triton.request import FinishReason, RequestStats
+
+INTS = st.integers(min_value=0, max_value=2**62)
+OPTIONS = st.builds(
+    TextOptions,
+    stream=st.booleans(),
+    stop=st.lists(st.text()).map(tuple),
+    echo_ids=st.lists(INTS).map(tuple),
+    num_input_tokens=INTS,
+    return_log_probs=st.booleans(),
+    return_counts=st.booleans(),
+)
+PACKETS = st.builds(
+    StepPacket,
+    request_key=st.text(),
+    index=INTS,
+    options=st.none() | OPTIONS,
+    log_probs=st.lists(st.floats(allow_nan=False)).map(tuple),
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    error=st.text(min_size=1),
+    error_status=st.sampled_from(["INTERNAL", "UNAVAILABLE"]),
+    stats=st.none() | st.builds(RequestStats, arrival_time_ns=INTS, preemptions=INTS),
+)
+
+
+@given(PACKETS)
+def test_a_packet_survives_its_tensor(packet: StepPacket) -> None:
+    tensor = packet.to_tensor()
+    assert tensor.dtype == np.uint8 and tensor.shape[0] == 1 and tensor.ndim == 2
+    assert StepPacket.from_tensor(tensor) == packet
+
+
+def test_the_packet_of_a_plain_token_is_small() -> None:
+    assert StepPacket("0" * 32, 1000).to_tensor().size < 80
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b"\xff", b'{"key": "k", "index": 0, "options": {"x": 1}}']
+)
+def test_anything_else_is_an_error_of_a_known_kind(content: bytes) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        StepPacket.from_tensor(np.frombuffer(content, np.uint8)[np.newaxis])
