@@ -35,7 +35,7 @@ def build(model_path: Path) -> None:
     """Rewrite the portable model at `model_path` in place; its weights file stays as it is.
 
     Raises:
-        BuildError: the model is not of the form that export writes.
+        BuildError: the model is not a portable one.
     """
     model = onnx.load_model(model_path, load_external_data=False)
     rewrite(model)
@@ -45,6 +45,9 @@ def build(model_path: Path) -> None:
 def rewrite(model: onnx.ModelProto) -> None:
     """Turn the portable `model` into the in-place form; mutates it."""
     graph = model.graph
+    missing = set(_REPLACED_INPUTS) - {value.name for value in graph.input}
+    if missing:
+        raise BuildError(f"not a portable model: it has no input {min(missing)!r}")
     _take_logit_rows(graph)
     for node in graph.node:
         if node.domain == DOMAIN and node.op_type in _REWRITES:
@@ -63,11 +66,8 @@ def rewrite(model: onnx.ModelProto) -> None:
 def _take_logit_rows(graph: onnx.GraphProto) -> None:
     """Pick hidden rows by logit_rows [R] rather than one in each row of the batch."""
     producers = {output: node for node in graph.node for output in node.output}
-    try:
-        last = producers[_LAST]
-        hidden = producers[last.input[0]].input[0]
-    except (KeyError, IndexError) as error:
-        raise BuildError(f"the model has no node {_LAST!r}: it is not a portable model") from error
+    last = producers[_LAST]
+    hidden = producers[last.input[0]].input[0]
     last.CopyFrom(helper.make_node("Gather", [hidden, "logit_rows"], [_LAST], name=_LAST, axis=0))
     logits = next(value for value in graph.output if value.name == "logits")
     logits.type.tensor_type.shape.dim[0].dim_param = "R"

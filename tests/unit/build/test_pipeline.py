@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepseek_triton.build import pipeline
+from deepseek_triton.build.engine_dir import load_engine_dir
+from deepseek_triton.build.pipeline import build_engine, is_current
+from deepseek_triton.checkpoint.presets import preset_config
+from deepseek_triton.checkpoint.random import write_random_checkpoint
+from deepseek_triton.errors import CheckpointError, ConfigError
+
+SCRIPT = Path(__file__).parents[3] / "build_scripts" / "build_engine.py"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_random_checkpoint(tmp_path / "checkpoint", preset_config("v2-lite"))
+
+
+def test_the_manifest_tells_what_was_built(checkpoint: Path, tmp_path: Path) -> None:
+    manifest = build_engine(checkpoint, tmp_path / "engine", block_size=32)
+    assert load_engine_dir(tmp_path / "engine", target="onnxruntime").manifest == manifest
+    assert manifest.precision == "fp32"
+    assert manifest.kv_cache.block_size == 32
+    assert manifest.kv_cache.width == 64 + 16
+    assert manifest.kv_cache.num_layers == 4
+    assert manifest.max_context_len == 4096
+    assert manifest.checkpoint.name == "checkpoint"
+    assert set(manifest.versions) == {"deepseek-triton", "onnx", "onnxruntime"}
+    assert {e.name for e in manifest.files} == set(os.listdir(tmp_path / "engine")) - {
+        "manifest.json"
+    }
+    for name in manifest.tokenizer_files:
+        assert (tmp_path / "engine" / name).read_bytes() == (checkpoint / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"target": "tpu"}, "TARGET: 'tpu' is unknown; choose one of onnxruntime"),
+        ({"precision": "fp4"}, "PRECISION: 'fp4' is not available for onnxruntime; .*fp32"),
+        ({"block_size": 0}, "block_size: 0"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_named(
+    checkpoint: Path, tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_engine(checkpoint, tmp_path / "engine", **arguments)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_a_bad_checkpoint_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    build_engine(checkpoint, tmp_path / "engine")
+    os.truncate(checkpoint / "model.safetensors", 100_000)
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        build_engine(checkpoint, tmp_path / "engine")
+    load_engine_dir(tmp_path / "engine")
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "engine"]
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        build_engine(tmp_path / "nowhere", tmp_path / "engine")
+
+
+def test_an_interrupted_build_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "_copy_tokenizer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(checkpoint, tmp_path / "engine")
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_an_engine_is_current_until_anything_it_was_made_from_changes(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = tmp_path / "engine"
+    assert not is_current(engine, checkpoint)
+    build_engine(checkpoint, engine)
+    assert is_current(engine, checkpoint)
+    assert not is_current(engine, checkpoint, block_size=32)
+    weights = checkpoint / "model.safetensors"
+    os.utime(weights, ns=(0, 0))
+    assert not is_current(engine, checkpoint)
+    build_engine(checkpoint, engine)
+    assert is_current(engine, checkpoint)
+    os.truncate(engine / "weights.bin", 10)
+    assert not is_current(engine, checkpoint)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from deepseek_triton.build.pipeline import build_engine
+
+def peak_kilobytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+before = peak_kilobytes()
+build_engine(Path(sys.argv[1]), Path(sys.argv[2]))
+print(peak_kilobytes() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    config = preset_config("v2-lite") | {
+        "num_hidden_layers": 12,
+        "hidden_size": 512,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 1024,
+        "num_experts_per_tok": 2,
+    }
+    write_random_checkpoint(tmp_path / "checkpoint", config)
+    total = (tmp_path / "checkpoint" / "model.safetensors").stat().st_size
+    assert total > 700e6
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path / "checkpoint", tmp_path / "engine"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert int(output) * 1024 < 300e6
+
+
+def run_script(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_script_builds_and_says_what(checkpoint: Path, tmp_path: Path) -> None:
+    done = run_script("--checkpoint", checkpoint, "--engine", tmp_path / "engine")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "onnxruntime engine, fp32" in done.stdout
+    load_engine_dir(tmp_path / "engine")
+
+
+def test_the_script_answers_an_error_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for arguments, message in (
+        (("--engine", tmp_path / "e", "--target", "x"), "error: TARGET: 'x' is unknown"),
+        (("--engine", tmp_path / "file"), "not an engine directory"),
+        (("--engine", tmp_path / "file" / "e"), "cannot write engine directory"),
+    ):
+        done = run_script("--checkpoint", checkpoint, *arguments)
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert message in done.stderr
+
+
+def test_empty_arguments_give_the_usage(tmp_path: Path) -> None:
+    done = run_script("--checkpoint", "", "--engine", tmp_path / "engine")
+    assert done.returncode == 2
+    assert done.stderr == "usage: make engine CHECKPOINT=<folder> ENGINE=<folder>\n"
+
+
+def test_a_checkpoint_whose_tokenizer_cannot_serve_is_refused_first(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    done = run_script("--checkpoint", checkpoint, "--engine", tmp_path / "engine")
+    assert done.returncode == 1
+    assert "tokenizer.json" in done.stderr
+    assert not (tmp_path / "engine").exists()
