@@ -89,8 +89,7 @@ def test_many_clients_leaving_at_once_leave_nothing(server: RunningServer) -> No
     """More than run at the same time, so that some leave while they wait."""
     before = cancelled(server)
     streams = [stream_grpc("Hello", url=server.grpc_url, **LONG) for _ in range(12)]
-    for stream in streams:
-        next(stream)
+    concurrently([partial(next, stream) for stream in streams])
     concurrently([partial(pass_grpc_deadline, server, stream=bool(i % 2)) for i in range(12)])
     concurrently([stream.close for stream in streams])
     wait_until(lambda: is_idle(server), 2 * WITHIN_S, "the engine is idle")

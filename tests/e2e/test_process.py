@@ -96,7 +96,10 @@ def launcher(own_engine: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
-        assert any("ready: serving" in line for line in process.stderr), "ended before it was ready"
+        lines = []
+        while not lines or "ready: serving" not in lines[-1]:
+            lines.append(process.stderr.readline())
+            assert lines[-1], "it ended before it was ready:\n" + "".join(lines)
         yield process
     finally:
         process.kill()
