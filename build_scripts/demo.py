@@ -118,7 +118,8 @@ def main() -> int:
         parser.add_argument(f"--{service}-port", type=int, default=0, help="(default: a free one)")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM takes Ctrl-C's path
+    for number in (signal.SIGINT, signal.SIGTERM):  # both take Ctrl-C's path
+        signal.signal(number, signal.default_int_handler)
     folder = ROOT / ".cache" / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     try:

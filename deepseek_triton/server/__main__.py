@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after a stop by signal, 1 after a failure."""
     parsed = parse_arguments(arguments)
     configure_logging()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
         serve(parsed)
@@ -104,7 +104,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM and SIGHUP take Ctrl-C's path."""
+    """Take Ctrl-C's path, also where a shell started this process with SIGINT ignored."""
     raise KeyboardInterrupt
 
 

@@ -56,8 +56,11 @@ def failure_reason(lines: Sequence[str]) -> str:
     failures = [m for line in lines if (m := _LOAD_FAILURE.search(line))]
     causes = [m for m in failures if not _CONSEQUENCE.search(m["reason"])]
     if causes:
-        messages = (f"model {m['model']}: {_own_words(m['reason'])}" for m in causes)
-        return "\n".join(dict.fromkeys(messages))
+        models: dict[str, list[str]] = {}  # by message: one fault often fails several models
+        for m in causes:
+            names = models.setdefault(_own_words(m["reason"]), [])
+            names += [m["model"]] if m["model"] not in names else []
+        return "\n".join(f"model {', '.join(names)}: {text}" for text, names in models.items())
     errors = [x for x in lines if _ERROR_LINE.search(x) and not _HARMLESS.search(x)]
     shown = errors[:_SHOWN_LINES] or list(lines)[-_SHOWN_LINES:]
     return "\n".join(shown) or "it wrote nothing"

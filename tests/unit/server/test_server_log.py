@@ -29,6 +29,11 @@ def test_two_models_that_fail_are_both_named() -> None:
     assert failure_reason(lines) == "model a: X: one\nmodel b: X: two"
 
 
+def test_a_message_of_several_models_is_given_once() -> None:
+    lines = [load_failure(model, "X: no manifest.json") for model in ("b", "a", "b")]
+    assert failure_reason(lines) == "model b, a: X: no manifest.json"
+
+
 def test_an_ensemble_that_fails_with_its_model_is_not_the_reason() -> None:
     ensemble = load_failure("ensemble", "ensemble 'ensemble' depends on 'a' which has no version")
     assert failure_reason([ensemble, load_failure("a", "X: one")]) == "model a: X: one"
