@@ -6,7 +6,7 @@
     new_kv.<l> [B, S, W]                       kv_pool_out.<l>, the same buffer as kv_pool.<l>
     Experts                                    ExpertsSparse: com.microsoft::MoE
 
-Weights are not touched. The runner (runner/onnxruntime.py) describes the inputs.
+Calls are inlined at the end; weights are not touched. The runner (runner/onnxruntime.py) describes the inputs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx.inliner
 from onnx import helper
 
 from deepseek_triton.build.ort_functions import (
@@ -39,7 +40,9 @@ def build(model_path: Path) -> None:
     """
     model = onnx.load_model(model_path, load_external_data=False)
     rewrite(model)
-    onnx.save_model(model, model_path)
+    # ONNX Runtime would inline the functions itself, but 1.23, the last for Python 3.10, checks
+    # shapes before that and finds none.
+    onnx.save_model(onnx.inliner.inline_local_functions(model), model_path)
 
 
 def rewrite(model: onnx.ModelProto) -> None:
