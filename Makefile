@@ -7,7 +7,6 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 SEED   ?= 0
-ARCH   ?= v2-lite
 PRECISION ?= fp32
 TARGET ?= onnxruntime
 # Not taken from the environment: some shells set HOST to the machine's name.
@@ -40,11 +39,11 @@ setup: $(VENV)/.setup ## install everything that serving needs into .venv
 
 setup-test: $(VENV)/.setup-test ## install what the tests need as well
 
-demo: setup ## make a checkpoint, build an engine, serve it, stream one completion over gRPC and HTTP
-	@$(BIN)/python build_scripts/demo.py
+demo: setup ## [ARCH=v2-lite|v2|v3]: build an engine, serve it, stream one completion over gRPC and HTTP
+	@$(BIN)/python build_scripts/demo.py --arch '$(ARCH)'
 
 checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3] [SEED=0]: write a small random checkpoint
-	@$(BIN)/python build_scripts/make_checkpoint.py --out '$(OUT)' --arch '$(ARCH)' --seed '$(SEED)'
+	@$(BIN)/python build_scripts/make_checkpoint.py --out '$(OUT)' --arch '$(or $(ARCH),v2-lite)' --seed '$(SEED)'
 
 engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime]: build an engine directory
 	@$(BIN)/python build_scripts/build_engine.py --checkpoint '$(CHECKPOINT)' --engine '$(ENGINE)' --precision '$(PRECISION)' --target '$(TARGET)'

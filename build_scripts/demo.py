@@ -27,16 +27,28 @@ from deepseek_triton.errors import DeepseekTritonError  # noqa: E402
 from deepseek_triton.server import RunningServer, ServerOptions, running_server  # noqa: E402
 from deepseek_triton.server.engine_cache import ensure_engine  # noqa: E402
 
+DEMO_MODEL = ROOT / "models" / "demo"
+DEMO_PROMPT = '''def read_json(path):
+    """Read a JSON file and return its content."""
+'''
+
 Piece = tuple[str, int]  # text; tokens of the whole answer, with the last piece
 TOKENS = "num_output_tokens"
 
 
 def prepare(folder: Path, arch: str) -> Path:
-    """Return the demo's engine directory, made from a random checkpoint if it is not there yet."""
-    checkpoint = folder / f"checkpoint-{arch}"
-    engine = folder / f"engine-{arch}"
-    print(f"1. checkpoint  {_shown(checkpoint)}: {arch} architecture, random weights", flush=True)
-    write_random_checkpoint(checkpoint, preset_config(arch), overwrite=True)
+    """Return the demo's engine directory, built if it is not there yet.
+
+    Its checkpoint is the one in models/demo, or for an `arch` a random one made here.
+    """
+    engine = folder / f"engine-{arch or 'demo'}"
+    if arch:
+        checkpoint = folder / f"checkpoint-{arch}"
+        print(f"1. checkpoint  {_shown(checkpoint)}: {arch}, random weights", flush=True)
+        write_random_checkpoint(checkpoint, preset_config(arch), overwrite=True)
+    else:
+        checkpoint = DEMO_MODEL
+        print(f"1. checkpoint  {_shown(checkpoint)}: DeepSeek-V3 in small, knows Python", flush=True)
     print(f"2. engine      {_shown(engine)}", flush=True)
     built = ensure_engine(checkpoint, engine)
     print("               built" if built else "               kept from an earlier run")
@@ -111,8 +123,10 @@ def run(folder: Path, arguments: argparse.Namespace) -> None:
 def main() -> int:
     """Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", default="v2-lite", choices=tuple(PRESETS))
-    parser.add_argument("--prompt", default="What is deep learning?")
+    parser.add_argument(
+        "--arch", default="", choices=("", *PRESETS), help="random weights instead of models/demo"
+    )
+    parser.add_argument("--prompt", default=DEMO_PROMPT)
     parser.add_argument("--max-tokens", type=int, default=64)
     for service in ("http", "grpc", "metrics"):
         parser.add_argument(f"--{service}-port", type=int, default=0, help="(default: a free one)")
