@@ -28,8 +28,11 @@ from deepseek_triton.server import RunningServer, ServerOptions, running_server 
 from deepseek_triton.server.engine_cache import ensure_engine  # noqa: E402
 
 DEMO_MODEL = ROOT / "models" / "demo"
-DEMO_PROMPT = '''def read_json(path):
-    """Read a JSON file and return its content."""
+DEMO_PROMPT = '''def clip(value, lower, upper):
+    """Limit a value to the range from lower to upper.
+
+    Parameters
+    ----------
 '''
 
 Piece = tuple[str, int]  # text; tokens of the whole answer, with the last piece
@@ -127,7 +130,7 @@ def main() -> int:
         "--arch", default="", choices=("", *PRESETS), help="random weights instead of models/demo"
     )
     parser.add_argument("--prompt", default=DEMO_PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
     for service in ("http", "grpc", "metrics"):
         parser.add_argument(f"--{service}-port", type=int, default=0, help="(default: a free one)")
     arguments = parser.parse_args()

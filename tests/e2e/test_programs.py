@@ -58,19 +58,21 @@ def test_a_client_shows_the_servers_message(server: RunningServer, program: str)
 
 
 def test_the_demo_does_the_whole_job_and_soon_the_second_time() -> None:
-    first = run("build_scripts/demo.py", "--max-tokens", "16", timeout=180.0)
+    first = run("build_scripts/demo.py", timeout=180.0)
     assert first.returncode == 0, first.stderr
     start = time.monotonic()
-    second = run("build_scripts/demo.py", "--max-tokens", "16", timeout=60.0)
+    second = run("build_scripts/demo.py", timeout=60.0)
     assert second.returncode == 0, second.stderr
     assert time.monotonic() - start < 20.0
     assert "kept from an earlier run" in second.stdout
     assert second.stdout.count("tokens/s]") == 2
-    assert processes_serving(ROOT / ".cache/demo/engine-v2-lite") == []
+    assert second.stdout.count("    if value < lower:\n") == 2  # the shipped model's own words
+    assert processes_serving(ROOT / ".cache/demo/engine-demo") == []
 
 
 def test_ctrl_c_in_the_demo_leaves_no_process() -> None:
-    command = [sys.executable, "build_scripts/demo.py", "--max-tokens", "3000"]
+    arguments = ["--arch", "v2-lite", "--max-tokens", "3000"]
+    command = [sys.executable, "build_scripts/demo.py", *arguments]
     demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert demo.stdout is not None
     assert any("gRPC stream" in line for line in demo.stdout)
