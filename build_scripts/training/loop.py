@@ -26,7 +26,7 @@ class TrainOptions:
     steps: int
     batch: int = 64
     length: int = 2048
-    matrix_lr: float = 5e-3
+    matrix_lr: float = 1e-2
     other_lr: float = 3e-3
     warmup: int = 100
     constant: float = 0.35  # of the steps, then linearly to zero
