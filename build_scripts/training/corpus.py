@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from train_tokenizer import CONTROL_TOKENS
@@ -105,7 +106,7 @@ def is_held_out(file: SourceFile) -> bool:
     return int(digest(f"{file.source.name}/{file.path}"), 16) % HELD_OUT_SHARE == 0
 
 
-def tokenise(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
+def tokenise(tokenizer: Tokenizer, documents: list[str]) -> NDArray[np.uint16]:
     """Return [N] uint16: begin token, document, end token, for each document in turn."""
     begin, end = (tokenizer.token_to_id(token) for token in CONTROL_TOKENS[:2])
     parts = []

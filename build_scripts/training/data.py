@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .shards import decompress
 
@@ -22,7 +23,7 @@ class Windows:
     A window is two tokens longer than its stride: the targets of both losses.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, seed: int) -> None:
+    def __init__(self, tokens: NDArray[np.uint16], length: int, seed: int) -> None:
         self.tokens = tokens
         self.length = length
         self.seed = seed
@@ -30,7 +31,7 @@ class Windows:
         self.per_epoch = len(tokens) // (length - 2) - 1
         self._epoch = lru_cache(maxsize=1)(self._make_epoch)
 
-    def batch(self, step: int, size: int) -> np.ndarray:
+    def batch(self, step: int, size: int) -> NDArray[np.int64]:
         """Return [size, length] int64: the windows of one step."""
         rows = []
         for index in range(step * size, (step + 1) * size):
@@ -39,7 +40,7 @@ class Windows:
             rows.append(stream[starts[row] : starts[row] + self.length])
         return np.stack(rows).astype(np.int64)
 
-    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make_epoch(self, epoch: int) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
         """The documents in a new order, and where the windows over them begin, shuffled too."""
         generator = np.random.default_rng((self.seed, epoch))
         ends = np.append(self._starts[1:], len(self.tokens))
@@ -56,9 +57,11 @@ class Windows:
         return stream, generator.permutation(np.minimum(starts, len(stream) - self.length))
 
 
-def prefetch(windows: Windows, size: int, start: int, stop: int) -> Iterator[np.ndarray]:
+def prefetch(windows: Windows, size: int, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
     """Yield the batches of steps `start` … `stop` - 1, made ahead of time by a thread."""
-    batches: queue.Queue[np.ndarray] = queue.Queue(maxsize=64)  # outlasts the making of an epoch
+    batches: queue.Queue[NDArray[np.int64]] = queue.Queue(
+        maxsize=64
+    )  # outlasts the making of an epoch
 
     def produce() -> None:
         for step in range(start, stop):

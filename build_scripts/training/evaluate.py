@@ -140,7 +140,9 @@ def completions(
             _judge(head, tokenizer.decode(output, skip_special_tokens=True), END in output)
             for head, output in zip(heads, outputs, strict=True)
         ]
-        part = {name: _mean([v[name] for v in verdicts if v[name] is not None]) for name in _SHARES}
+        part: dict[str, Any] = {
+            name: _mean([v[name] for v in verdicts if v[name] is not None]) for name in _SHARES
+        }
         if temperature == 0:
             part["draft_acceptance"] = draft_acceptance(model, prompts, outputs)
         part["examples"] = [{"text": v["text"], "accepted": v["accepted"]} for v in verdicts[:25]]

@@ -105,7 +105,7 @@ def _write_shards(tensors: dict[str, Tensor], out: Path) -> None:
             size = 0
         shards[-1][name] = tensor
         size += tensor.nbytes
-    where = {}
+    where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(shard, out / file, metadata={"format": "pt"})

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .config import DemoConfig
@@ -123,7 +124,7 @@ def _save(run: Run, options: TrainOptions, state: Path) -> None:
     os.replace(partial, state)
 
 
-def _step(run: Run, options: TrainOptions, losses: Any, batch: np.ndarray) -> Tensor:
+def _step(run: Run, options: TrainOptions, losses: Any, batch: NDArray[np.int64]) -> Tensor:
     """One update; returns the two losses, still on the device."""
     rate = options.rate(run.step)
     for optimizer, peak in zip(run.optimizers, (options.matrix_lr, options.other_lr), strict=True):

@@ -92,6 +92,8 @@ class Router(nn.Module):
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
         self.config = config
+        self.e_score_correction_bias: Tensor
+        self.load: Tensor
         self.weight = nn.Parameter(torch.zeros(config.n_routed_experts, config.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
         self.register_buffer("load", torch.zeros(config.n_routed_experts), persistent=False)
@@ -183,6 +185,8 @@ class DemoModel(nn.Module):
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
         self.config = c = config
+        self.cos: Tensor
+        self.sin: Tensor
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Layer(c, index) for index in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)

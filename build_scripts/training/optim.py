@@ -70,7 +70,8 @@ def make_optimizers(
     model: DemoModel, matrix_lr: float, other_lr: float
 ) -> list[torch.optim.Optimizer]:
     """Muon over the layers' matrices; AdamW over embeddings, head, routers and norms."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         outer = "embed_tokens" in name or "lm_head" in name or name.endswith("gate.weight")
         (others if outer or parameter.ndim < 2 else matrices).append(parameter)

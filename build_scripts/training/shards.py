@@ -6,9 +6,10 @@ import lzma
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 
-def compress(tokens: np.ndarray) -> bytes:
+def compress(tokens: NDArray[np.uint16]) -> bytes:
     """[N] token ids below 65536 → the bytes of a shard.
 
     A function's own copy lies near its file, inside the dictionary.
@@ -17,6 +18,6 @@ def compress(tokens: np.ndarray) -> bytes:
     return lzma.compress(tokens.astype("<u2").tobytes(), lzma.FORMAT_XZ, filters=[lzma2])
 
 
-def decompress(path: Path) -> np.ndarray:
+def decompress(path: Path) -> NDArray[np.uint16]:
     """Read a shard → [N] uint16."""
     return np.frombuffer(lzma.decompress(path.read_bytes()), "<u2").astype(np.uint16)
