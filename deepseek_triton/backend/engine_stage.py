@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from deepseek_triton.backend.engine_request import read_request
+from deepseek_triton.backend.engine_request import ReplyOptions, read_request
 from deepseek_triton.backend.inputs import Inputs
 from deepseek_triton.backend.metrics_reporter import MetricsReporter
 from deepseek_triton.backend.opening import EngineLimits, open_engine
@@ -25,7 +25,7 @@ from deepseek_triton.config import EngineConfig
 from deepseek_triton.engine.engine import Engine
 from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError
 from deepseek_triton.log import configure_logging, request_logger
-from deepseek_triton.request import RequestKey, TokenOutput
+from deepseek_triton.request import Request, RequestKey, TokenOutput
 from deepseek_triton.wire import ENGINE
 
 _logger = logging.getLogger(__name__)
@@ -90,19 +90,42 @@ class EngineStage:
         if sent_key:
             reply = EnsembleReply(self._pb, sender, parsed, options)
         else:
-            client_id = request.request_id()
-            reply = DirectReply(
-                self._pb,
-                sender,
-                parsed,
-                options,
-                wanted=request.requested_output_names(),
-                abort=lambda: self._engine.abort(key),
-                ended=lambda: self._forget(client_id, key),
-            )
-            if client_id:
-                self._keys_by_id[client_id] = key
-        emit = self._outbox.open(key, reply)
+            reply = self._direct_reply(request, sender, parsed, options)
+        self._submit(parsed, reply, inputs)
+        request_logger(_logger, key).debug(
+            "accepted: request id %r, %d prompt tokens",
+            request.request_id(),
+            len(parsed.prompt_token_ids),
+        )
+
+    def _direct_reply(
+        self,
+        request: InferRequest,
+        sender: ResponseSender,
+        parsed: Request,
+        options: ReplyOptions,
+    ) -> DirectReply:
+        key, client_id = parsed.request_key, request.request_id()
+
+        def ended() -> None:
+            if self._keys_by_id.get(client_id) == key:
+                del self._keys_by_id[client_id]
+
+        if client_id:
+            self._keys_by_id[client_id] = key
+        return DirectReply(
+            self._pb,
+            sender,
+            parsed,
+            options,
+            wanted=request.requested_output_names(),
+            abort=lambda: self._engine.abort(key),
+            ended=ended,
+        )
+
+    def _submit(self, request: Request, reply: Reply, inputs: Inputs) -> None:
+        """Hand the request to the engine; raises its refusal with the client's field names."""
+        emit = self._outbox.open(request.request_key, reply)
 
         def emit_and_count(output: TokenOutput) -> None:
             emit(output)
@@ -110,17 +133,12 @@ class EngineStage:
                 self._metrics.touch()
 
         try:
-            self._engine.submit(parsed, emit_and_count)
-        except DeepseekTritonError as error:
-            self._outbox.discard(key)
-            self._forget(request.request_id(), key)
+            self._engine.submit(request, emit_and_count)
+        except Exception as error:
+            self._outbox.discard(request.request_key)
+            reply.refused()
             raise _as_client_spells(error, inputs) from error
         self._metrics.touch()
-        request_logger(_logger, key).debug(
-            "accepted: request id %r, %d prompt tokens",
-            request.request_id(),
-            len(parsed.prompt_token_ids),
-        )
 
     def _stop(self, request_key: str, request_id: str) -> None:
         """End a request; one that is unknown, or has ended, is left alone."""
@@ -133,12 +151,8 @@ class EngineStage:
             found = self._engine.abort(RequestKey(key))
             request_logger(_logger, key).info("abort: %s", "stopping" if found else "had ended")
 
-    def _forget(self, client_id: str, key: RequestKey) -> None:
-        if self._keys_by_id.get(client_id) == key:
-            del self._keys_by_id[client_id]
 
-
-def _as_client_spells(error: DeepseekTritonError, inputs: Inputs) -> DeepseekTritonError:
+def _as_client_spells(error: Exception, inputs: Inputs) -> Exception:
     """Return the engine's refusal with the field under the name that the client sent."""
     own = {"max_tokens": "request_output_len", "prompt": "input_ids"}
     if isinstance(error, InvalidRequestError) and error.field in own:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from deepseek_triton.errors import InvalidRequestError
 from deepseek_triton.log import request_logger
 from deepseek_triton.request import RequestKey, TokenOutput
 
@@ -37,6 +38,9 @@ class Reply(Protocol):
 
     def beat(self) -> None:
         """Called when nothing was sent for a while: find out whether the client is gone."""
+
+    def refused(self) -> None:
+        """Called in place of all that when the engine refuses the request."""
 
 
 class _Entry:
@@ -66,23 +70,33 @@ class Outbox:
 
     def __init__(self, abort: Callable[[RequestKey], object]) -> None:
         self._abort = abort
-        # The condition guards the two fields below; entries are otherwise the thread's own.
+        # The condition guards the fields below and the outputs of entries.
         self._changed = threading.Condition()
         self._entries: dict[RequestKey, _Entry] = {}
+        self._pending: dict[RequestKey, _Entry] = {}  # those with outputs
+        self._next_scan = 0.0  # when to look for silent ones (time.monotonic())
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
     def open(self, request_key: RequestKey, reply: Reply) -> Callable[[TokenOutput], None]:
-        """Return the receiver of a request's outputs; the last of them closes it."""
+        """Return the receiver of a request's outputs; the last of them closes it.
+
+        Raises InvalidRequestError for a key in use.
+        """
         entry = _Entry(reply, time.monotonic())
         with self._changed:
+            if request_key in self._entries:
+                raise InvalidRequestError(
+                    "request_key", f"{request_key} is in use by another request"
+                )
             self._entries[request_key] = entry
             self._changed.notify()
 
         def emit(output: TokenOutput) -> None:
             with self._changed:
                 entry.outputs.append(output)
+                self._pending[request_key] = entry
                 self._changed.notify()
 
         return emit
@@ -102,48 +116,39 @@ class Outbox:
     def _run(self) -> None:
         while True:
             with self._changed:
-                sends, beats = self._take()
-                while not sends and not beats:
+                while not (contacts := self._take()):
                     if self._closing:
                         return
                     self._changed.wait(self._next_wake())
-                    sends, beats = self._take()
-            for key, entry, outputs in sends:
+            for key, entry, outputs in contacts:
                 self._contact(key, entry, outputs)
-            for key, entry in beats:
-                self._contact(key, entry, [])
 
-    def _take(
-        self,
-    ) -> tuple[list[tuple[RequestKey, _Entry, list[TokenOutput]]], list[tuple[RequestKey, _Entry]]]:
-        """Return what is due now, and whom to beat."""
+    def _take(self) -> list[tuple[RequestKey, _Entry, list[TokenOutput]]]:
+        """Return whom to contact now, and with what; no outputs: a beat."""
         now = time.monotonic()
-        silent = now - self._beat_interval()
-        sends, beats = [], []
-        for key, entry in list(self._entries.items()):
-            if entry.outputs:
-                if entry.due() <= now or self._closing:
-                    outputs = entry.take()
-                    sends.append((key, entry, outputs))
-                    if outputs[-1].finish_reason is not None:
-                        del self._entries[key]
-            elif entry.last_contact <= silent:
-                beats.append((key, entry))
-        return sends, beats
+        contacts = []
+        for key, entry in list(self._pending.items()):
+            if entry.due() <= now or self._closing:
+                outputs = entry.take()
+                contacts.append((key, entry, outputs))
+                if not entry.outputs:
+                    del self._pending[key]
+                if outputs[-1].finish_reason is not None:
+                    del self._entries[key]
+        if now >= self._next_scan:
+            interval = max(_BEAT_S, len(self._entries) / _MAX_BEATS_PER_S)
+            self._next_scan = now + interval / 4
+            for key, entry in self._entries.items():
+                if not entry.outputs and entry.last_contact <= now - interval:
+                    contacts.append((key, entry, []))
+        return contacts
 
     def _next_wake(self) -> float | None:
         """Return the seconds until something is due; None: nothing is."""
         if not self._entries:
             return None
-        interval = self._beat_interval()
-        due = min(
-            entry.due() if entry.outputs else entry.last_contact + interval
-            for entry in self._entries.values()
-        )
-        return max(0.0, due - time.monotonic())
-
-    def _beat_interval(self) -> float:
-        return max(_BEAT_S, len(self._entries) / _MAX_BEATS_PER_S)
+        due = min((entry.due() for entry in self._pending.values()), default=self._next_scan)
+        return max(0.0, min(due, self._next_scan) - time.monotonic())
 
     def _contact(self, key: RequestKey, entry: _Entry, outputs: list[TokenOutput]) -> None:
         try:

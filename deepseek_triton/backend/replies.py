@@ -62,6 +62,9 @@ class EnsembleReply:
         """Send an empty packet: postprocessing is told of a cancellation, this stage never is."""
         self._send((), StepPacket(self._key, self._next_index, self._options))
 
+    def refused(self) -> None:
+        """Nothing was promised yet."""
+
     def _send(self, token_ids: tuple[int, ...], packet: StepPacket) -> None:
         tensors = id_tensors(token_ids)
         tensors["step_packet"] = packet.to_tensor()
@@ -86,7 +89,7 @@ class DirectReply:
         abort: Callable[[], object],
         ended: Callable[[], object],
     ) -> None:
-        """`abort` is called once if the client cancels, `ended` when the answer is complete."""
+        """`abort` is called once if the client cancels, `ended` when the request is over."""
         self._pb = pb
         self._sender = sender
         self._options = options
@@ -111,6 +114,10 @@ class DirectReply:
     def beat(self) -> None:
         """Look whether the client cancelled."""
         self._poll()
+
+    def refused(self) -> None:
+        """Let go of the client's id."""
+        self._ended()
 
     def _poll(self) -> None:
         now = time.monotonic()

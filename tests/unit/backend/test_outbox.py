@@ -8,6 +8,7 @@ import pytest
 
 from deepseek_triton.backend import outbox as module
 from deepseek_triton.backend.outbox import Outbox, merge
+from deepseek_triton.errors import InvalidRequestError
 from deepseek_triton.request import FinishReason, TokenOutput
 from tests.unit.backend.fakes import output
 
@@ -29,6 +30,9 @@ class FakeReply:
 
     def beat(self) -> None:
         self.beats += 1
+
+    def refused(self) -> None:
+        raise AssertionError("only the engine stage says that")
 
 
 @pytest.fixture
@@ -147,6 +151,16 @@ def test_a_discarded_request_is_left_alone(box: Outbox, monkeypatch: pytest.Monk
     box.discard("k")
     time.sleep(0.05)
     assert reply.beats == 0
+
+
+def test_a_key_in_use_is_refused_and_its_owner_is_untouched(box: Outbox) -> None:
+    reply = FakeReply()
+    emit = box.open("k", reply)
+    with pytest.raises(InvalidRequestError, match="request_key: k is in use"):
+        box.open("k", FakeReply())
+    emit(output("k", 0, (1,), FinishReason.LENGTH))
+    wait_for(lambda: len(reply.sent) == 1)
+    box.open("k", FakeReply())
 
 
 def test_merging_keeps_the_first_index_and_the_last_state() -> None:
