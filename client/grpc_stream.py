@@ -44,7 +44,12 @@ DTYPES: dict[str, tuple[str, Any]] = {
 
 
 class GenerationError(Exception):
-    """The server's answer to a request that failed; `status` is the gRPC status, if known."""
+    """The server's answer to a request that failed, or why there is none.
+
+    `status` is that of the stream (deadline, no connection); an error of the request itself comes
+    as a message alone. The header triton_grpc_error would add a status, but tritonserver 2.51
+    crashes on it when a request fails while others run.
+    """
 
     def __init__(self, message: str, status: str | None = None) -> None:
         super().__init__(message)
@@ -87,7 +92,6 @@ def stream_grpc(
         client.start_stream(
             lambda result, error: answers.put((result, error)),
             stream_timeout=timeout_s,
-            headers={"triton_grpc_error": "true"},  # errors come with a status code
         )
         with contextlib.suppress(InferenceServerException):  # its reason is among the answers
             client.async_stream_infer(

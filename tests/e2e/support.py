@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import tritonclient.grpc as triton
 
 from client.grpc_stream import Chunk, stream_grpc
@@ -70,10 +73,10 @@ class RawAnswer:
     finals: int = 0
 
     @property
-    def error(self) -> tuple[str, str]:
-        """Status and message of the one error."""
+    def error(self) -> str:
+        """The message of the one error."""
         assert len(self.errors) == 1, f"errors {self.errors}, {len(self.results)} results"
-        return self.errors[0].status(), self.errors[0].message()
+        return str(self.errors[0].message())
 
     def arrays(self, name: str) -> list[np.ndarray]:
         """The output `name` of each response that has one."""
@@ -95,10 +98,7 @@ def raw_request(
     answer = RawAnswer()
     wanted = None if outputs is None else [triton.InferRequestedOutput(name) for name in outputs]
     with triton.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(
-            lambda result, error: arrived.put((result, error)),
-            headers={"triton_grpc_error": "true"},
-        )
+        client.start_stream(lambda result, error: arrived.put((result, error)))
         client.async_stream_infer(model, inputs, outputs=wanted, enable_empty_final_response=True)
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -154,6 +154,27 @@ def engine_request(
         *extra,
     ]
     return raw_request(server, inputs, model="tensorrt_llm", outputs=outputs)
+
+
+def refusal(
+    server: RunningServer, tensors: Mapping[str, tuple[str, Any]], *, model: str = "ensemble"
+) -> str:
+    """Return the message with which a request is refused, the same over gRPC and HTTP.
+
+    `tensors` are dtypes and values by name; values are scalars or lists. Over HTTP, streamed and
+    not, the status has to be 400; a gRPC stream carries no status.
+    """
+    lists = {n: v if isinstance(v, list) else [v] for n, (_, v) in tensors.items()}
+    inputs = [tensor(name, dtype, lists[name]) for name, (dtype, _) in tensors.items()]
+    message = raw_request(server, inputs, model=model).error
+    body = json.dumps({name: value for name, (_, value) in tensors.items()}).encode()
+    for verb in ("generate", "generate_stream"):
+        url = f"http://{server.http_url}/v2/models/{model}/{verb}"
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(urllib.request.Request(url, body), timeout=30.0).read()
+        answer = caught.value.read().decode().removeprefix("data: ")
+        assert (caught.value.code, json.loads(answer)) == (400, {"error": message})
+    return message.removeprefix("in ensemble 'ensemble', ")
 
 
 def metrics(server: RunningServer) -> dict[str, float]:
