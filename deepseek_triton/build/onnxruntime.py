@@ -4,9 +4,11 @@
     context_lens [B], last_token [B]           slot_mapping [T, 2], logit_rows [R]   (T = B · S)
     AttentionMask, LatentAttention             …InPlace: rows are scattered into the pool first
     new_kv.<l> [B, S, W]                       kv_pool_out.<l>, the same buffer as kv_pool.<l>
+    w_uk, w_uv [H, …]                          H weights each, the same bytes of the weights file
     Experts                                    ExpertsSparse: com.microsoft::MoE
 
-Calls are inlined at the end; weights are not touched. The runner (runner/onnxruntime.py) describes the inputs.
+Calls are inlined at the end; the weights file is not touched. The runner (runner/onnxruntime.py)
+describes the inputs.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.inliner
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from deepseek_triton.build.ort_functions import (
     CONTRIB_DOMAIN,
@@ -30,6 +33,9 @@ from deepseek_triton.export.functions import DOMAIN
 INT64 = onnx.TensorProto.INT64
 _LAST = "last"  # the portable node that picks one hidden row for each row of the batch
 _REPLACED_INPUTS = ("context_lens", "last_token")
+# Naming every expert has all of them read from memory, which tokens from this many times the rows
+# it takes do by themselves.
+_REPEAT_BELOW = 4
 
 
 def build(model_path: Path) -> None:
@@ -52,7 +58,8 @@ def rewrite(model: onnx.ModelProto) -> None:
     if missing:
         raise BuildError(f"not a portable model: it has no input {min(missing)!r}")
     _take_logit_rows(graph)
-    for node in graph.node:
+    num_heads = max(_size(n, "num_heads") for n in graph.node if n.op_type == "LatentAttention")
+    for node in list(graph.node):
         if node.domain == DOMAIN and node.op_type in _REWRITES:
             _REWRITES[node.op_type](graph, node)
     _drop_unused(graph)
@@ -62,7 +69,7 @@ def rewrite(model: onnx.ModelProto) -> None:
         helper.make_tensor_value_info("logit_rows", INT64, ("R",)),
     ]
     _replace(graph.input, inputs)
-    _replace_functions(model)
+    _replace_functions(model, num_heads)
     model.opset_import.add(domain=CONTRIB_DOMAIN, version=CONTRIB_VERSION)
 
 
@@ -83,24 +90,79 @@ def _mask(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
 
 
 def _attention(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
-    pool = next(name for name in node.input if name.startswith("kv_pool."))
+    q, kv_a, kv_norm, w_uk, w_uv, cos, sin, turn, pool, block_tables, mask = node.input
+    by_head = [*_split_by_head(graph, w_uk), *_split_by_head(graph, w_uv)]
+    step = (cos, sin, turn, pool, block_tables, mask, "slot_mapping")
     pool_out = pool.replace("kv_pool.", "kv_pool_out.")
     new_rows = node.output[1]
     node.op_type = "LatentAttentionInPlace"
-    node.input.append("slot_mapping")
     node.output[1] = pool_out
+    _replace(node.input, [q, kv_a, kv_norm, *by_head, *step])
     value = next(value for value in graph.output if value.name == new_rows)
     value.CopyFrom(next(value for value in graph.input if value.name == pool))
     value.name = pool_out
 
 
+def _split_by_head(graph: onnx.GraphProto, name: str) -> list[str]:
+    """Add one initializer for each head of the initializer `name` [H, K, N]; return their names."""
+    stacked = next(tensor for tensor in graph.initializer if tensor.name == name)
+    heads, *shape = stacked.dims
+    names = [f"{name}.{head}" for head in range(heads)]
+    if stacked.data_location != onnx.TensorProto.EXTERNAL:
+        for array, head_name in zip(numpy_helper.to_array(stacked), names, strict=True):
+            graph.initializer.append(numpy_helper.from_array(array, head_name))
+        return names
+    entries = {entry.key: entry.value for entry in stacked.external_data}
+    length = int(entries["length"]) // heads
+    for head, head_name in enumerate(names):
+        tensor = graph.initializer.add()
+        tensor.CopyFrom(stacked)
+        tensor.name = head_name
+        _replace(tensor.dims, shape)
+        offset = int(entries["offset"]) + head * length
+        place = {**entries, "offset": str(offset), "length": str(length)}
+        _replace(
+            tensor.external_data,
+            [onnx.StringStringEntryProto(key=k, value=v) for k, v in place.items()],
+        )
+    return names
+
+
 def _experts(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
-    (top_k,) = next(a.ints for a in node.attribute if a.name == "top_k")
+    top_k = _size(node, "top_k")
     node.op_type = "ExpertsSparse"
     node.attribute.append(helper.make_attribute("k", top_k))
+    node.input.extend(_extra_rows(graph, _size(node, "num_experts"), top_k))
+
+
+def _extra_rows(graph: onnx.GraphProto, num_experts: int, top_k: int) -> list[str]:
+    """Add the node that all layers' experts share, if it is not there; return its outputs."""
+    outputs = [f"experts.{name}" for name in ("tokens", "count", "repeat", "covering")]
+    if graph.node[0].op_type != "ExtraRows":
+        rows = -(-num_experts // top_k)
+        chosen = np.arange(rows * top_k).reshape(rows, top_k) % num_experts
+        cover = np.full((rows, num_experts), -1e30, np.float32)
+        np.put_along_axis(cover, chosen, 0.0, axis=1)
+        graph.initializer.append(numpy_helper.from_array(cover, "experts.cover"))
+        node = helper.make_node(
+            "ExtraRows",
+            ["input_ids", "experts.cover"],
+            outputs,
+            name="experts.extra_rows",
+            domain=DOMAIN,
+            few=_REPEAT_BELOW * rows,
+        )
+        graph.node.insert(0, node)
+    return outputs
 
 
 _REWRITES = {"AttentionMask": _mask, "LatentAttention": _attention, "Experts": _experts}
+
+
+def _size(node: onnx.NodeProto, name: str) -> int:
+    """Return the size that the portable model keeps as a list of one element."""
+    (size,) = next(attribute.ints for attribute in node.attribute if attribute.name == name)
+    return int(size)
 
 
 def _drop_unused(graph: onnx.GraphProto) -> None:
@@ -115,9 +177,9 @@ def _drop_unused(graph: onnx.GraphProto) -> None:
     _replace(graph.initializer, [t for t in graph.initializer if t.name in needed])
 
 
-def _replace_functions(model: onnx.ModelProto) -> None:
+def _replace_functions(model: onnx.ModelProto, num_heads: int) -> None:
     """Keep the functions that are called, directly or through each other, ours before portable."""
-    library = {f.name: f for f in model.functions} | dict(ort_functions())
+    library = {f.name: f for f in model.functions} | dict(ort_functions(num_heads))
     found: dict[str, onnx.FunctionProto] = {}
     pending = list(model.graph.node)
     while pending:

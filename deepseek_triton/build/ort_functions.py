@@ -1,11 +1,20 @@
 """DeepSeek's operators for ONNX Runtime's CPU kernels, in place of the portable bodies.
 
 They keep the conventions of export/functions; `com.microsoft` is ONNX Runtime's own domain.
+
+A token's numbers must not depend on its company, down to the last bit: then a request gives the
+same text alone and under load. ONNX Runtime's products sum in another order when they have a single
+row and an unpacked right side, or at most 64 columns a thread. So
+- the weights of each head are a constant of their own, which is packed (ByHead);
+- no expert computes a single token (ExtraRows);
+- the runner keeps attention's columns above 64 (runner/ort_shapes.py).
+This costs about 10% of a decode step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from string import Template
 
 import onnx
 
@@ -36,17 +45,28 @@ AttentionMaskInPlace <block_size> (positions, block_tables) => (mask) {
 }
 """
 
+BY_HEAD = Template("""
+# The columns of each head times the head's own weight.
+#   x [T, H·K], H weights [K, N] → y [T, H·N]
+ByHead (x, $weights) => (y) {
+    $parts = Split <axis = 1, num_outputs = $num_heads> (x)
+    $products
+    y = Concat <axis = 1> ($results)
+}
+""")
+
 # pool must come straight from ScatterND: anything between them, a Reshape too, makes the runtime
 # copy the whole pool. It is read through the output only, since reads of the input are not ordered
 # after the write.
-ATTENTION_IN_PLACE = """
+ATTENTION_IN_PLACE = Template("""
 # LatentAttention that writes its new rows into the pool and then attends to cached rows alone.
 # kv_pool and pool are bound to one buffer.
+#   H weights w_uk [nope, rank], H weights w_uv [rank, v],
 #   slot_mapping [T, 2] int64 (block, offset) of each new row, mask [B, S, 1, M·block_size] float32;
 #   the rest as LatentAttention → o [T, H·v], pool [N, block_size, W]
 LatentAttentionInPlace
     <num_heads, qk_head_dims, latent_dims, v_head_dim, scale, epsilon, rotary_interleaved>
-    (q, kv_a, kv_norm, w_uk, w_uv, cos, sin, turn, kv_pool, block_tables, mask, slot_mapping)
+    (q, kv_a, kv_norm, $w_uk, $w_uv, cos, sin, turn, kv_pool, block_tables, mask, slot_mapping)
     => (o, pool)
 {
     heads = Constant <value_ints: ints = @num_heads> ()
@@ -73,9 +93,9 @@ LatentAttentionInPlace
     q_shape = Concat <axis = 0> (copy, heads, rest)
     q_heads = Reshape (q, q_shape)
     q_nope, q_rope = Split <axis = -1> (q_heads, qk_sizes)
-    q_nope_by_head = Transpose <perm = [1, 0, 2]> (q_nope)
-    q_latent_by_head = MatMul (q_nope_by_head, w_uk)
-    q_latent = Transpose <perm = [1, 0, 2]> (q_latent_by_head)
+    q_nope_flat = Reshape (q_nope, flat)
+    q_latent_flat = deepseek.ByHead (q_nope_flat, $w_uk)
+    q_latent = Reshape (q_latent_flat, q_shape)
     q_rotated = deepseek.Rotary (q_rope, cos, sin, turn)
     q_rows = Concat <axis = -1> (q_latent, q_rotated)
     query = Reshape (q_rows, by_row)
@@ -98,35 +118,65 @@ LatentAttentionInPlace
     sum = MatMul (weights, cached)
     latent_sum, unused_rope = Split <axis = -1> (sum, latent_sizes)
 
-    # Back from the latent space: [T, H, rank] → [T, H·v].
-    latent_shape = Concat <axis = 0> (rest, heads, copy)
-    latent_heads = Reshape (latent_sum, latent_shape)
-    latent_by_head = Transpose <perm = [1, 0, 2]> (latent_heads)
-    o_by_head = MatMul (latent_by_head, w_uv)
-    o_heads = Transpose <perm = [1, 0, 2]> (o_by_head)
-    o = Reshape (o_heads, flat)
+    # Back from the latent space: [T, H·rank] → [T, H·v].
+    query_tokens = Shape <start = 0, end = 1> (q)
+    by_token = Concat <axis = 0> (query_tokens, rest)
+    latent_flat = Reshape (latent_sum, by_token)
+    o = deepseek.ByHead (latent_flat, $w_uv)
+}
+""")
+
+# The rows of `cover` are made by build/onnxruntime.py.
+EXTRA_ROWS = """
+# Rows that the experts compute besides the T tokens, so that none of them computes a single one.
+# Fewer than `few` tokens are each repeated; more are joined by rows that name every expert.
+#   input_ids [B, S], cover [C, E] → tokens [1] = T, count [1], repeat bool, covering [count, E]
+ExtraRows <few> (input_ids, cover) => (tokens, count, repeat, covering) {
+    zero = Constant <value = int64 {0}> ()
+    one = Constant <value = int64 {1}> ()
+    vector = Constant <value_ints = [1]> ()
+    limit = Constant <value_int: int = @few> ()
+    total = Size (input_ids)
+    cover_shape = Shape <start = 0, end = 1> (cover)
+    cover_rows = Squeeze (cover_shape)
+    repeat = Less (total, limit)
+    extra = Where (repeat, total, cover_rows)
+    row = Range (zero, extra, one)
+    cover_row = Mod (row, cover_rows)
+    covering = Gather <axis = 0> (cover, cover_row)
+    tokens = Reshape (total, vector)
+    count = Reshape (extra, vector)
 }
 """
 
-# The kernel chooses the k largest router_probs and weighs by their softmax. Logarithms of the
-# chosen weights give back weights / sum(weights), exactly; −1e30 elsewhere is never chosen, and a
-# weight of 0 stays ahead of it.
+# The kernel chooses the k largest router_probs and weighs by their softmax. The logarithms of the
+# weights give back weights / sum(weights); where a weight is 0, -1e30 makes it 0 again.
 EXPERTS_SPARSE = """
 # Experts through ONNX Runtime's MoE kernel, which computes the chosen ones only.
-# Inputs and output as in Experts; k is top_k's element, since the kernel wants a single integer.
-ExpertsSparse <num_experts, top_k, k> (x, expert_ids, expert_weights, gate_up, down) => (y) {
+# k is top_k's element, since the kernel wants a single integer; tokens to covering are ExtraRows'.
+#   the rest as Experts → y [T, D]
+ExpertsSparse <num_experts, top_k, k>
+    (x, expert_ids, expert_weights, gate_up, down, tokens, count, repeat, covering) => (y)
+{
     experts = Constant <value_ints: ints = @num_experts> ()
-    tokens = Shape <start = 0, end = 1> (x)
     dense_shape = Concat <axis = 0> (tokens, experts)
-    never = ConstantOfShape <value = float[1] {-1e30}> (dense_shape)
-    lowest = Constant <value_float = -1e29> ()
-    logs = Log (expert_weights)
-    finite_logs = Max (logs, lowest)
-    router_probs = ScatterElements <axis = 1> (never, expert_ids, finite_logs)
-    mean = com.microsoft.MoE <
+    zeros = ConstantOfShape <value = float[1] {0.0}> (dense_shape)
+    dense_weights = ScatterElements <axis = 1> (zeros, expert_ids, expert_weights)
+    logs = Log (dense_weights)
+    lowest = Constant <value_float = -1e30> ()
+    own_probs = Max (logs, lowest)
+
+    begin = Constant <value_ints = [0]> ()
+    extra_x = Slice (x, begin, count)
+    all_x = Concat <axis = 0> (x, extra_x)
+    repeated = Slice (own_probs, begin, count)
+    extra_probs = Where (repeat, repeated, covering)
+    all_probs = Concat <axis = 0> (own_probs, extra_probs)
+    all_means = com.microsoft.MoE <
         k: int = @k, normalize_routing_weights = 1, activation_type = "swiglu",
         swiglu_fusion = 1, activation_alpha = 1.0, activation_beta = 0.0
-    > (x, router_probs, gate_up, , down)
+    > (all_x, all_probs, gate_up, , down)
+    mean = Slice (all_means, begin, tokens)
     last = Constant <value_ints = [-1]> ()
     total = ReduceSum <keepdims = 1> (expert_weights, last)
     y = Mul (mean, total)
@@ -134,11 +184,32 @@ ExpertsSparse <num_experts, top_k, k> (x, expert_ids, expert_weights, gate_up, d
 """
 
 
-def ort_functions() -> Mapping[str, onnx.FunctionProto]:
-    """Return this target's functions by name, freshly parsed."""
-    functions = map(define_function, (MASK_IN_PLACE, ATTENTION_IN_PLACE, EXPERTS_SPARSE))
+def ort_functions(num_heads: int) -> Mapping[str, onnx.FunctionProto]:
+    """Return this target's functions by name, for a model with `num_heads` attention heads."""
     library = {}
-    for function in functions:
+    texts = (MASK_IN_PLACE, _by_head(num_heads), _attention(num_heads), EXTRA_ROWS, EXPERTS_SPARSE)
+    for function in map(define_function, texts):
         function.opset_import.add(domain=CONTRIB_DOMAIN, version=CONTRIB_VERSION)
         library[function.name] = function
     return library
+
+
+def _names(prefix: str, count: int) -> str:
+    return ", ".join(f"{prefix}_{i}" for i in range(count))
+
+
+def _by_head(num_heads: int) -> str:
+    products = [f"result_{i} = MatMul (part_{i}, weight_{i})" for i in range(num_heads)]
+    return BY_HEAD.substitute(
+        num_heads=num_heads,
+        weights=_names("weight", num_heads),
+        parts=_names("part", num_heads),
+        products="\n    ".join(products),
+        results=_names("result", num_heads),
+    )
+
+
+def _attention(num_heads: int) -> str:
+    return ATTENTION_IN_PLACE.substitute(
+        w_uk=_names("w_uk", num_heads), w_uv=_names("w_uv", num_heads)
+    )

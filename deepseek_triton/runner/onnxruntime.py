@@ -18,6 +18,8 @@ and the output `logits` float [R, V].
 Nothing of one row reaches another through the cache: padding tokens write to a scratch block that
 is never read, block tables are padded with blocks of the same row, and a block is zeroed beyond
 the written part when a row begins it, so that what its last owner left, NaN included, is gone.
+Nor do shapes reach a row: its logits are the same to the last bit alone or in company, in one chunk
+or in many (build/ort_functions.py and ort_shapes.py say how).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.runner.base import StepResult, StepRow
 from deepseek_triton.runner.ort_plan import Piece, plan_calls
 from deepseek_triton.runner.ort_session import allocate_pools, available_cores, open_session
+from deepseek_triton.runner.ort_shapes import least_keys, padded_batch
 from deepseek_triton.runner.sampler import sample
 
 logger = logging.getLogger(__name__)
@@ -61,8 +64,9 @@ class OnnxRuntimeRunner:
             raise ConfigError(f"num_threads must be at least 0, not {num_threads}")
         manifest = engine.manifest
         _check_runtime(engine)
+        self._num_threads = num_threads or available_cores()
         self._session: ort.InferenceSession | None = open_session(
-            engine.model_path, num_threads or available_cores()
+            engine.model_path, self._num_threads
         )
         self._vocab_size = manifest.model.vocab_size
         self._num_heads = manifest.model.attention.num_heads
@@ -156,24 +160,34 @@ class OnnxRuntimeRunner:
     def _inputs(
         self, rows: Sequence[StepRow], pieces: tuple[Piece, ...], sampling: list[int]
     ) -> dict[str, NDArray[np.int32] | NDArray[np.int64]]:
-        block_size = self._spec.block_size
-        batch, length = len(pieces), pieces[0].length  # the planner puts the longest first
-        num_tables = max(self._spec.blocks_for(p.num_keys) for p in pieces)
+        block_size, count = self._spec.block_size, len(pieces)
+        length = pieces[0].length  # the planner puts the longest first
+        batch = padded_batch(
+            count,
+            length,
+            num_heads=self._num_heads,
+            width=self._spec.width,
+            num_threads=self._num_threads,
+        )
+        num_keys = max(least_keys(batch, self._num_threads), *(p.num_keys for p in pieces))
         input_ids = np.zeros((batch, length), np.int32)
-        tables = np.empty((batch, num_tables), np.int32)
+        tables = np.empty((batch, self._spec.blocks_for(num_keys)), np.int32)
         for i, piece in enumerate(pieces):
             row = rows[piece.row]
             input_ids[i, : piece.length] = row.token_ids[piece.start : piece.start + piece.length]
             used = self._spec.blocks_for(piece.num_keys)
             tables[i, :used] = row.block_table[:used]
             tables[i, used:] = row.block_table[0]
-        lengths = np.array([p.length for p in pieces])[:, None]
-        context_lens = np.array([p.context_len for p in pieces])[:, None]
+        input_ids[count:], tables[count:] = input_ids[0], tables[0]
+        copied = [*pieces, *pieces[:1] * (batch - count)]
+        lengths = np.array([p.length for p in copied])[:, None]
+        context_lens = np.array([p.context_len for p in copied])[:, None]
         offsets = np.arange(length)
         positions = np.where(offsets < lengths, context_lens + offsets, -1)
-        # Padding (−1) takes offset block_size − 1 of the scratch block.
+        # Padding and copies write into the scratch block.
+        written = (positions >= 0) & (np.arange(batch) < count)[:, None]
         blocks = np.take_along_axis(tables, np.maximum(positions, 0) // block_size, axis=1)
-        blocks = np.where(positions >= 0, blocks, self._num_blocks)
+        blocks = np.where(written, blocks, self._num_blocks)
         slots = np.stack([blocks, positions % block_size], axis=-1).reshape(-1, 2)
         return {
             "input_ids": input_ids,

@@ -7,9 +7,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
-from onnx import helper
+from onnx import helper, numpy_helper
 
-from deepseek_triton.build.onnxruntime import build, rewrite
+from deepseek_triton.build.onnxruntime import _experts, _split_by_head, build, rewrite
 from deepseek_triton.build.ort_functions import CONTRIB_DOMAIN, ort_functions
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
@@ -89,24 +89,53 @@ def test_another_model_is_refused(portable: Path) -> None:
         rewrite(helper.make_model(helper.make_graph([], "empty", [], [])))
 
 
-NUM_EXPERTS, TOP_K, WIDTH, HIDDEN = 6, 3, 16, 24
+def test_weights_of_a_head_are_its_bytes_in_the_file(portable: Path) -> None:
+    stacked = load_weights(portable)["layers.2.attention.w_uk"]
+    build(portable)
+    weights = load_weights(portable)
+    assert "layers.2.attention.w_uk" not in weights
+    for head, expected in enumerate(stacked):
+        np.testing.assert_array_equal(weights[f"layers.2.attention.w_uk.{head}"], expected)
 
 
-def experts_session(function: str) -> ort.InferenceSession:
-    names = ("x", "expert_ids", "expert_weights", "gate_up", "down")
-    attributes = {"num_experts": [NUM_EXPERTS], "top_k": [TOP_K]}
-    if function == "ExpertsSparse":
-        attributes["k"] = TOP_K  # type: ignore[assignment]
-    node = helper.make_node(function, names, ["y"], domain=DOMAIN, **attributes)
+def load_weights(path: Path) -> dict[str, NDArray[np.float32]]:
+    model = onnx.load_model(path)
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+def test_small_weights_inside_the_model_are_split_too() -> None:
+    stacked = np.arange(12, dtype=np.float32).reshape(2, 3, 2)
+    graph = onnx.GraphProto(initializer=[numpy_helper.from_array(stacked, "w")])
+    assert _split_by_head(graph, "w") == ["w.0", "w.1"]
+    for head in (0, 1):
+        found = numpy_helper.to_array(graph.initializer[1 + head])
+        np.testing.assert_array_equal(found, stacked[head])
+
+
+NUM_EXPERTS, TOP_K, WIDTH, HIDDEN = 6, 4, 16, 24
+FEW = 8  # twice the rows that name every expert, so that all of the kernel's cases are short
+
+
+def experts_session(*functions: str) -> ort.InferenceSession:
+    """A model of one mixture of experts: portable, or ours with its extra rows."""
+    names = ["x", "expert_ids", "expert_weights", "gate_up", "down"]
     types = (FLOAT, INT64, FLOAT, FLOAT, FLOAT)
     inputs = [helper.make_tensor_value_info(n, t, None) for n, t in zip(names, types, strict=True)]
     graph = helper.make_graph(
-        [node], function, inputs, [helper.make_tensor_value_info("y", FLOAT, None)]
+        [], "experts", inputs, [helper.make_tensor_value_info("y", FLOAT, None)]
     )
-    ours = ort_functions()
-    functions = [ours[function]] if function in ours else functions_used([node])
+    node = helper.make_node(
+        "Experts", names, ["y"], domain=DOMAIN, num_experts=[NUM_EXPERTS], top_k=[TOP_K]
+    )
+    graph.node.append(node)
+    library = functions_used([node])
+    if "ExpertsSparse" in functions:
+        _experts(graph, graph.node[0])
+        graph.node[0].attribute[0].i = FEW
+        graph.input.append(helper.make_tensor_value_info("input_ids", INT64, None))
+        library = [function for name, function in ort_functions(1).items() if name in functions]
     imports = [helper.make_opsetid(d, v) for d, v in (("", 21), (DOMAIN, 1), (CONTRIB_DOMAIN, 1))]
-    model = helper.make_model(graph, functions=functions, opset_imports=imports, ir_version=10)
+    model = helper.make_model(graph, functions=library, opset_imports=imports, ir_version=10)
     return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
@@ -122,20 +151,38 @@ def expert_inputs(weights: NDArray[np.float32]) -> dict[str, NDArray[np.float32 
     return {**tensors, "expert_ids": ids, "expert_weights": weights}
 
 
+def run_sparse(inputs: dict[str, NDArray[np.float32 | np.int64]]) -> NDArray[np.float32]:
+    session = experts_session("ExpertsSparse", "ExtraRows")
+    ids = np.zeros((len(inputs["x"]), 1), np.int64)
+    result: NDArray[np.float32] = session.run(None, {**inputs, "input_ids": ids})[0]
+    return result
+
+
 @pytest.mark.parametrize(
     "weights",
     [
         np.random.default_rng(1).random((1, TOP_K)),
+        np.random.default_rng(2).random((FEW - 1, TOP_K)) * 2.5,
+        np.random.default_rng(2).random((FEW, TOP_K)) * 2.5,
         np.random.default_rng(2).random((33, TOP_K)) * 2.5,
-        np.array([[1.0, 0.0, 0.0], [0.0, 0.0, 0.7], [1e-30, 1e-3, 1.0]]),
-        np.array([[0.0, 0.0, 0.0]]),
-        np.array([[16.0, 16.0, 16.0], [1e-20, 1e-20, 1e-20]]),
+        np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.7, 0.0], [1e-30, 1e-3, 1.0, 2.0]]),
+        np.array([[0.0, 0.0, 0.0, 0.0]]),
+        np.array([[16.0, 16.0, 16.0, 16.0], [1e-20, 1e-20, 1e-20, 1e-20]]),
     ],
-    ids=["one", "many", "some_zero", "all_zero", "extreme"],
+    ids=["one", "repeated", "covered", "many", "some_zero", "all_zero", "extreme"],
 )
 def test_sparse_experts_equal_the_portable_body(weights: NDArray[np.float64]) -> None:
     inputs = expert_inputs(weights.astype(np.float32))
     expected = experts_session("Experts").run(None, inputs)[0]
-    found = experts_session("ExpertsSparse").run(None, inputs)[0]
     scale = max(1.0, float(np.abs(expected).max()))
-    np.testing.assert_allclose(found, expected, atol=1e-6 * scale)
+    np.testing.assert_allclose(run_sparse(inputs), expected, atol=1e-6 * scale)
+
+
+def test_a_token_gets_the_same_bits_from_its_experts_whatever_its_company() -> None:
+    inputs = expert_inputs(np.random.default_rng(3).random((40, TOP_K)).astype(np.float32))
+    everyone = run_sparse(inputs)
+    for begin, end in ((0, 1), (5, 7), (5, 5 + FEW), (0, 39)):
+        part = {
+            name: value[begin:end] if len(value) == 40 else value for name, value in inputs.items()
+        }
+        np.testing.assert_array_equal(run_sparse(part), everyone[begin:end])
