@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import socket
@@ -27,8 +28,17 @@ def own_engine(engine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(engine, tmp_path / "engine"))
 
 
-def shm_files() -> set[str]:
-    return {p.name for p in Path("/dev/shm").glob("triton_python_backend_shm_region_*")}
+def shm_files(prefix: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{prefix}*"))
+
+
+def shm_prefix(engine_dir: Path) -> str:
+    """The beginning of the names of the shared memory files of the server of `engine_dir`."""
+    for pid in processes_serving(engine_dir):
+        command = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
+        if match := re.search(r"shm-region-prefix-name=([^\0]+)", command):
+            return match[1]
+    raise AssertionError(f"no server of {engine_dir}")
 
 
 def test_a_port_in_use_is_refused_with_port_and_setting(engine: Path, tmp_path: Path) -> None:
@@ -75,17 +85,16 @@ def test_an_unknown_setting_is_refused_by_name(own_engine: Path, tmp_path: Path)
 def test_a_killed_server_leaves_no_process_and_no_shared_memory(
     own_engine: Path, tmp_path: Path
 ) -> None:
-    before = shm_files()
     with (
         pytest.raises(ServerError, match="ended with status -9"),
         running_server(options(own_engine), log_path=tmp_path / "log") as server,
     ):
-        assert shm_files() > before
+        assert len(shm_files(server.shm_prefix)) >= 3  # one for each stub
         assert len(members(server.pid)) >= 4  # tritonserver and a stub for each Python model
         os.kill(server.pid, signal.SIGKILL)
         server.wait()
     assert processes_serving(own_engine) == []
-    assert shm_files() <= before
+    assert shm_files(server.shm_prefix) == []
 
 
 @pytest.fixture
@@ -121,11 +130,12 @@ def test_a_signal_stops_the_foreground_server_with_status_0(
 def test_a_killed_launcher_takes_the_server_with_it(
     launcher: subprocess.Popen[str], own_engine: Path
 ) -> None:
-    before = shm_files()
+    prefix = shm_prefix(own_engine)
+    assert len(shm_files(prefix)) >= 3
     launcher.kill()
     launcher.wait()
     wait_until(lambda: processes_serving(own_engine) == [], 15.0, "the server ended")
-    wait_until(lambda: len(shm_files()) < len(before), 5.0, "its shared memory is gone")
+    wait_until(lambda: shm_files(prefix) == [], 5.0, "its shared memory is gone")
 
 
 def test_a_stub_that_dies_makes_requests_fail_rather_than_hang(
