@@ -25,6 +25,15 @@ class Metric:
         return _PREFIX + self.name
 
 
+FAILED = Metric(
+    "requests_failed_total",
+    "counter",
+    "requests",
+    "Requests refused or ended by an error.",
+    "stage",
+)
+"""The one that two models count: each adds the sample of its own stage."""
+
 METRICS = (
     Metric("requests_active", "gauge", "requests", "Requests in the running batch."),
     Metric("requests_waiting", "gauge", "requests", "Requests that wait for a place in the batch."),
@@ -34,9 +43,7 @@ METRICS = (
     Metric("prompt_tokens_total", "counter", "tokens", "Prompt tokens of accepted requests."),
     Metric("tokens_generated_total", "counter", "tokens", "Tokens generated."),
     Metric("requests_finished_total", "counter", "requests", "Requests that ended.", "reason"),
-    Metric(
-        "requests_failed_total", "counter", "requests", "Requests refused or ended by an error."
-    ),
+    FAILED,
     Metric("steps_total", "counter", "steps", "Steps run."),
     Metric("step_seconds_total", "counter", "seconds", "Time spent in steps, the model included."),
     Metric("runner_seconds_total", "counter", "seconds", "Time spent in the model runner."),
@@ -62,11 +69,15 @@ class EngineStats:
     def samples(self, refused: int = 0) -> Iterator[tuple[Metric, dict[str, str], float]]:
         """Yield (metric, labels, value) for each of METRICS.
 
-        `refused` counts the requests that never entered the engine; they failed as well.
+        `refused` counts the requests that the engine stage refused; they failed as well.
         """
         for metric in METRICS:
-            if metric.name == "requests_failed_total":
-                yield metric, {}, self.requests_finished_total.get("error", 0) + refused
+            if metric is FAILED:
+                yield (
+                    metric,
+                    {"stage": "engine"},
+                    self.requests_finished_total.get("error", 0) + refused,
+                )
             elif metric.label is not None:
                 for value, count in getattr(self, metric.name).items():
                     yield metric, {metric.label: value}, count

@@ -12,6 +12,10 @@ from deepseek_triton.request import Request, RequestKey
 
 _COUNT_FLAGS = ("return_num_input_tokens", "return_num_output_tokens")
 
+# Of one request: its stop strings are compiled on the thread that serves every stream.
+_MAX_STOP_STRINGS = 64
+_MAX_STOP_CHARACTERS = 4096  # in all
+
 
 @dataclass(frozen=True)
 class ReplyOptions:
@@ -111,5 +115,16 @@ def _stop(inputs: Inputs) -> tuple[str, ...]:
     if stop and "request_key" not in inputs:
         raise UnsupportedTensorError(
             "stop_words", "matched on text, which this model does not make; call the ensemble"
+        )
+    field = inputs.field("stop_words")
+    if len(stop) > _MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            field, f"{len(stop)} stop strings; at most {_MAX_STOP_STRINGS} are allowed"
+        )
+    num_characters = sum(map(len, stop))
+    if num_characters > _MAX_STOP_CHARACTERS:
+        raise InvalidRequestError(
+            field,
+            f"{num_characters} characters; at most {_MAX_STOP_CHARACTERS} in all are allowed",
         )
     return stop

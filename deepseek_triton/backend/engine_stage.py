@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +20,22 @@ from deepseek_triton.backend.pb import (
     ResponseSender,
     describe,
     model_parameters,
+    request_parameter,
     request_parameter_int,
 )
 from deepseek_triton.backend.replies import DirectReply, EnsembleReply
 from deepseek_triton.config import EngineConfig
 from deepseek_triton.engine.engine import Engine
-from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError
+from deepseek_triton.errors import DeepseekTritonError, EngineDeadError, InvalidRequestError
 from deepseek_triton.log import configure_logging, request_logger
-from deepseek_triton.request import Request, RequestKey, TokenOutput
+from deepseek_triton.request import FinishReason, Request, RequestKey, TokenOutput
 from deepseek_triton.wire import ENGINE
 
 _logger = logging.getLogger(__name__)
 
 OpenEngine = Callable[[EngineConfig], tuple[Engine, EngineLimits]]
+
+_LEAVE_S = 1.0  # after the engine died: for the errors that tell the clients so
 
 
 class EngineStage:
@@ -39,10 +44,17 @@ class EngineStage:
     A request that carries a request_key is a step of the ensemble; any other is a direct call.
     """
 
-    def __init__(self, pb: Pb | None = None, open_engine: OpenEngine = open_engine) -> None:
+    def __init__(
+        self,
+        pb: Pb | None = None,
+        open_engine: OpenEngine = open_engine,
+        exit_process: Callable[[int], object] = os._exit,
+    ) -> None:
         self._pb = pb or Pb()
         self._open_engine = open_engine
-        self._keys_by_id: dict[str, RequestKey] = {}  # of direct calls that sent an id
+        self._exit_process = exit_process
+        self._leaving = False
+        self._client_ids: dict[RequestKey, str] = {}  # of direct calls that sent an id
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; an error fails the load of the model with its message."""
@@ -77,7 +89,12 @@ class EngineStage:
         inputs = Inputs(ENGINE, arrays, for_ensemble="request_key" in arrays)
         sent_key = next(iter(inputs.texts("request_key")), "")
         if inputs.flag("stop"):
-            self._stop(sent_key, request.request_id())
+            stopped = request_parameter(request, "finish_reason") == FinishReason.STOP.value
+            self._stop(
+                sent_key,
+                request.request_id(),
+                FinishReason.STOP if stopped else FinishReason.CANCELLED,
+            )
             self._pb.finish(sender)
             return
         key = RequestKey(sent_key or uuid.uuid4().hex)
@@ -106,13 +123,8 @@ class EngineStage:
         options: ReplyOptions,
     ) -> DirectReply:
         key, client_id = parsed.request_key, request.request_id()
-
-        def ended() -> None:
-            if self._keys_by_id.get(client_id) == key:
-                del self._keys_by_id[client_id]
-
         if client_id:
-            self._keys_by_id[client_id] = key
+            self._client_ids[key] = client_id
         return DirectReply(
             self._pb,
             sender,
@@ -120,7 +132,7 @@ class EngineStage:
             options,
             wanted=request.requested_output_names(),
             abort=lambda: self._engine.abort(key),
-            ended=ended,
+            ended=lambda: self._client_ids.pop(key, None),
         )
 
     def _submit(self, request: Request, reply: Reply, inputs: Inputs) -> None:
@@ -131,6 +143,8 @@ class EngineStage:
             emit(output)
             if output.finish_reason is not None:
                 self._metrics.touch()
+            if isinstance(output.error, EngineDeadError):
+                self._leave()
 
         try:
             self._engine.submit(request, emit_and_count)
@@ -140,16 +154,35 @@ class EngineStage:
             raise _as_client_spells(error, inputs) from error
         self._metrics.touch()
 
-    def _stop(self, request_key: str, request_id: str) -> None:
-        """End a request; one that is unknown, or has ended, is left alone."""
-        key = request_key or self._keys_by_id.get(request_id)
+    def _stop(self, request_key: str, request_id: str, reason: FinishReason) -> None:
+        """End a request, or all of one client's id; what is unknown, or has ended, is left."""
         if not request_key and not request_id:
             raise InvalidRequestError(
                 "stop", "send the id of the request to stop as this request's id, or a request_key"
             )
-        if key is not None:
-            found = self._engine.abort(RequestKey(key))
+        if request_key:
+            keys = [RequestKey(request_key)]
+        else:
+            keys = [key for key, sent in list(self._client_ids.items()) if sent == request_id]
+        for key in keys:
+            found = self._engine.abort(key, reason)
             request_logger(_logger, key).info("abort: %s", "stopping" if found else "had ended")
+
+    def _leave(self) -> None:
+        """End the process soon: nothing but a restart helps, and whoever watches it can see that.
+
+        Called by the engine's sender thread alone.
+        """
+        if not self._leaving:
+            self._leaving = True
+            threading.Thread(target=self._answer_and_exit, name="leave", daemon=True).start()
+
+    def _answer_and_exit(self) -> None:
+        time.sleep(_LEAVE_S)
+        self._outbox.close()
+        _logger.critical("the engine is dead and its requests are answered: the process ends")
+        logging.shutdown()
+        self._exit_process(1)
 
 
 def _as_client_spells(error: Exception, inputs: Inputs) -> Exception:

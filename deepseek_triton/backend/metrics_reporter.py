@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepseek_triton.backend.pb import Pb
-from deepseek_triton.metrics import METRICS, EngineStats
+from deepseek_triton.metrics import METRICS, EngineStats, Metric
 
 _logger = logging.getLogger(__name__)
 
@@ -16,16 +16,18 @@ _BUSY_INTERVAL_S = 0.25
 _LEAST_INTERVAL_S = 0.05  # however often requests come and go
 
 
+def register(pb: Pb, metric: Metric) -> Any:
+    """Return the family of `metric`; models that register the same one share it."""
+    return pb.metric_family(
+        metric.full_name, f"{metric.help} ({metric.unit})", counter=metric.kind == "counter"
+    )
+
+
 class MetricsReporter:
     """Updates from a thread of its own: a few times a second while busy, else when touched."""
 
     def __init__(self, pb: Pb, stats: Callable[[], EngineStats]) -> None:
-        self._families = {
-            metric.name: pb.metric_family(
-                metric.full_name, f"{metric.help} ({metric.unit})", counter=metric.kind == "counter"
-            )
-            for metric in METRICS
-        }
+        self._families = {metric.name: register(pb, metric) for metric in METRICS}
         self._stats = stats
         self._values: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[Any, float]] = {}
         self._refused = 0

@@ -9,11 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepseek_triton.errors import TRITON_STATUS
 from deepseek_triton.request import FinishReason, RequestStats
+
+_T = TypeVar("_T")
+
+_STATUSES = {"", *TRITON_STATUS.values()}
 
 
 @dataclass(frozen=True)
@@ -62,23 +68,47 @@ class StepPacket:
     @classmethod
     def from_tensor(cls, tensor: NDArray[np.uint8]) -> StepPacket:
         """Read what `to_tensor` wrote. Raises ValueError, KeyError or TypeError for all else."""
-        content = json.loads(tensor.tobytes())
-        if not isinstance(content, dict):
-            raise TypeError(f"{type(content).__name__} in place of an object")
-        options = content.get("options")
-        if options is not None:
-            tuples = {k: tuple(v) for k, v in options.items() if isinstance(v, list)}
-            options = TextOptions(**{**options, **tuples})
+        try:
+            content = _typed(dict, json.loads(tensor.tobytes()))
+        except RecursionError:
+            raise ValueError("nested too deep") from None
+        options, stats = content.get("options"), content.get("stats")
         reason = content.get("finish_reason")
-        error, status = content.get("error", ("", ""))
-        stats = content.get("stats")
+        error, status = _typed_list(str, content.get("error", ["", ""]))
+        if status not in _STATUSES:
+            raise ValueError(f"{status!r} in place of a status")
         return cls(
-            request_key=content["key"],
-            index=content["index"],
-            options=options,
-            log_probs=tuple(content.get("log_probs", ())),
-            finish_reason=None if reason is None else FinishReason(reason),
+            request_key=_typed(str, content["key"]),
+            index=_typed(int, content["index"]),
+            options=None if options is None else _text_options(_typed(dict, options)),
+            log_probs=_typed_list(float, content.get("log_probs", [])),
+            finish_reason=None if reason is None else FinishReason(_typed(str, reason)),
             error=error,
             error_status=status,
-            stats=None if stats is None else RequestStats(**stats),
+            stats=None if stats is None else _request_stats(_typed(dict, stats)),
         )
+
+
+def _text_options(content: dict[str, Any]) -> TextOptions:
+    return TextOptions(
+        stream=_typed(bool, content["stream"]),
+        stop=_typed_list(str, content["stop"]),
+        echo_ids=_typed_list(int, content["echo_ids"]),
+        num_input_tokens=_typed(int, content["num_input_tokens"]),
+        return_log_probs=_typed(bool, content["return_log_probs"]),
+        return_counts=_typed(bool, content["return_counts"]),
+    )
+
+
+def _request_stats(content: dict[str, Any]) -> RequestStats:
+    return RequestStats(**{name: _typed(int, value) for name, value in content.items()})
+
+
+def _typed(kind: type[_T], value: object) -> _T:
+    if type(value) is not kind:  # isinstance would take true for an integer
+        raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
+    return value
+
+
+def _typed_list(kind: type[_T], value: object) -> tuple[_T, ...]:
+    return tuple(_typed(kind, item) for item in _typed(list, value))

@@ -82,13 +82,14 @@ class Pb:
         """End the request without a further response."""
         sender.send(flags=self._final)
 
-    def call(self, model: str, tensors: Arrays) -> Iterator[Any]:
+    def call(self, model: str, tensors: Arrays, parameters: Mapping[str, str]) -> Iterator[Any]:
         """Send a request to another model of this server and yield its responses, blocking."""
         utils = self._utils
         request = utils.InferenceRequest(
             model_name=model,
             requested_output_names=[],
             inputs=[utils.Tensor(name, array) for name, array in tensors.items()],
+            parameters=dict(parameters),
         )
         yield from request.exec(decoupled=True)
 
@@ -113,15 +114,21 @@ def model_parameters(args: Mapping[str, str]) -> dict[str, str]:
     return {key: value.get("string_value", "") for key, value in parameters.items()}
 
 
+def request_parameter(request: InferRequest, name: str) -> object:
+    """Return the request parameter `name`, None if it was not sent."""
+    text = request.parameters()
+    if name not in text:  # most requests: spare the parsing
+        return None
+    value: object = json.loads(text).get(name)
+    return value
+
+
 def request_parameter_int(request: InferRequest, name: str) -> int | None:
     """Return the request parameter `name`, None if it was not sent.
 
     Raises InvalidRequestError unless it is an integer or spells one.
     """
-    text = request.parameters()
-    if name not in text:  # most requests: spare the parsing
-        return None
-    value = json.loads(text).get(name)
+    value = request_parameter(request, name)
     if value is None:
         return None
     try:

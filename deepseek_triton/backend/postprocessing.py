@@ -195,7 +195,10 @@ class Postprocessing:
         if not conversation.closed:
             conversation.closed = True
             if packet.finish_reason is None:
-                self._aborter.abort(packet.request_key)
+                stopped = conversation.text.finish_reason is FinishReason.STOP
+                self._aborter.abort(
+                    packet.request_key, FinishReason.STOP if stopped else FinishReason.CANCELLED
+                )
 
     def _sweep(self) -> None:
         """Drop what a lost last packet would leave behind for ever."""

@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.backend.inputs import Inputs
+from deepseek_triton.backend.metrics_reporter import register
 from deepseek_triton.backend.opening import context_limit
 from deepseek_triton.backend.pb import InferRequest, Pb, describe, model_parameters, text_tensor
 from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.config import EngineConfig
 from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError
 from deepseek_triton.log import configure_logging
+from deepseek_triton.metrics import FAILED
 from deepseek_triton.text.tokenizer import Tokenizer
 from deepseek_triton.wire import PREPROCESSING
 
@@ -80,7 +82,6 @@ class Preprocessing:
 
     def __init__(self, pb: Pb | None = None) -> None:
         self._pb = pb or Pb()
-        self._reader: PromptReader | None = None
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer of the engine directory; an error fails the load of the model."""
@@ -89,7 +90,13 @@ class Preprocessing:
         # The engine stage verifies the weights; here the manifest and the tokenizer are enough.
         engine_dir = load_engine_dir(Path(config.engine_dir), verify_contents=False)
         limit = context_limit(config, engine_dir.manifest)
-        self._reader = PromptReader(Tokenizer.load(engine_dir.path), limit)
+        self.start(PromptReader(Tokenizer.load(engine_dir.path), limit))
+
+    def start(self, reader: PromptReader) -> None:
+        """Begin to work."""
+        self._reader = reader
+        self._family = register(self._pb, FAILED)  # kept: its samples vanish with it
+        self._failed = self._family.Metric(labels={"stage": "preprocessing"})
 
     def execute(self, requests: Sequence[InferRequest]) -> list[Any]:
         """Answer each request by itself."""
@@ -97,8 +104,6 @@ class Preprocessing:
 
     def _answer(self, request: InferRequest) -> Any:
         try:
-            if self._reader is None:
-                raise RuntimeError("not initialized")
             inputs = Inputs(PREPROCESSING, self._pb.inputs(request), for_ensemble=True)
             tensors = self._reader.read(inputs)
         except Exception as error:
@@ -106,6 +111,7 @@ class Preprocessing:
                 _logger.info("request %r refused: %s", request.request_id(), error)
             else:
                 _logger.exception("request %r failed", request.request_id())
+            self._failed.increment(1)
             return self._pb.error_response(*describe(error))
         wanted = request.requested_output_names()
         return self._pb.response({name: a for name, a in tensors.items() if name in wanted})

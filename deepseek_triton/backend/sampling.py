@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from deepseek_triton.backend.inputs import Inputs
 from deepseek_triton.errors import InvalidRequestError
 from deepseek_triton.request import SamplingParams
@@ -9,6 +11,9 @@ from deepseek_triton.request import SamplingParams
 MIN_TEMPERATURE = 1e-5
 """Below it logits / temperature overflow in single precision; such a request is greedy."""
 
+# Beyond them scaled logits overflow. Clients send single precision, in which 0.01 is a bit less.
+_MIN_REPETITION_PENALTY = float(np.float32(0.01))
+_MAX_REPETITION_PENALTY = 100.0
 _MAX_PENALTY = 2.0  # of presence and frequency, as OpenAI's API bounds them
 
 
@@ -65,10 +70,11 @@ def _repetition_penalty(inputs: Inputs) -> float:
     penalty = inputs.number("repetition_penalty")
     if penalty is None:
         return 1.0
-    if penalty <= 0:
+    if not _MIN_REPETITION_PENALTY <= penalty <= _MAX_REPETITION_PENALTY:
         raise InvalidRequestError(
             inputs.field("repetition_penalty"),
-            f"{penalty:g} is not allowed; it must be more than 0, and 1 means none",
+            f"{penalty:g} is not allowed; it must be from {_MIN_REPETITION_PENALTY:g} to "
+            f"{_MAX_REPETITION_PENALTY:g}, and 1 means none",
         )
     return penalty
 

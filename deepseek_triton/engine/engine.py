@@ -34,8 +34,8 @@ class Engine(Protocol):
         Raises InvalidRequestError, OverloadedError or EngineDeadError; `emit` is not called then.
         """
 
-    def abort(self, request_key: RequestKey) -> bool:
-        """End a request with FinishReason.CANCELLED; False, and nothing happens, if unknown."""
+    def abort(self, request_key: RequestKey, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        """End a request with `reason`; False, and nothing happens, if unknown."""
 
     def stats(self) -> EngineStats:
         """Return counts and gauges of this moment."""
@@ -120,12 +120,12 @@ class StepEngine:
             "queued: %d prompt tokens, at most %d more", num_prompt, request.max_tokens
         )
 
-    def abort(self, request_key: RequestKey) -> bool:
-        """End a request as cancelled; see Engine."""
+    def abort(self, request_key: RequestKey, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        """End a request early; see Engine."""
         state = self._states.get(request_key)
         if state is None:
             return False
-        self._finish(state, FinishReason.CANCELLED)
+        self._finish(state, reason)
         self._flush()
         return True
 

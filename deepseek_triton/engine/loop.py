@@ -19,7 +19,7 @@ from deepseek_triton.engine.engine import StepEngine
 from deepseek_triton.engine.state import Emit, RequestState
 from deepseek_triton.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from deepseek_triton.metrics import EngineStats
-from deepseek_triton.request import Request, RequestKey
+from deepseek_triton.request import FinishReason, Request, RequestKey
 from deepseek_triton.runner.base import ModelRunner
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class EngineLoop:
         )
         # The condition guards the four fields below.
         self._changed = threading.Condition()
-        self._inbox: list[RequestState | RequestKey] = []  # a key: abort it
+        self._inbox: list[RequestState | tuple[RequestKey, FinishReason]] = []  # a pair: abort
         self._live: set[RequestKey] = set()  # accepted, last output not made yet
         self._phase = _Phase.OPEN
         self._death: EngineDeadError | None = None
@@ -85,12 +85,12 @@ class EngineLoop:
             self._inbox.append(state)
             self._changed.notify()
 
-    def abort(self, request_key: RequestKey) -> bool:
+    def abort(self, request_key: RequestKey, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         """End a request before the next step; see Engine."""
         with self._changed:
             if request_key not in self._live:
                 return False
-            self._inbox.append(request_key)
+            self._inbox.append((request_key, reason))
             self._changed.notify()
             return True
 
@@ -157,7 +157,7 @@ class EngineLoop:
             if isinstance(item, RequestState):
                 self._engine.admit(item)
             else:
-                self._engine.abort(item)
+                self._engine.abort(*item)
         if phase is _Phase.CANCELLING:
             self._engine.cancel_all()
         return phase is _Phase.OPEN or self._engine.has_requests

@@ -185,8 +185,8 @@ def metrics(server: RunningServer) -> dict[str, float]:
     for name, labels, value in re.findall(
         r"^deepseek_triton_(\w+)(\{[^}]*\})? (\S+)$", text, re.MULTILINE
     ):
-        reason = re.search(r'reason="(\w+)"', labels)
-        found[f"{name}.{reason[1]}" if reason else name] = float(value)
+        label = re.search(r'(?:reason|stage)="(\w+)"', labels)
+        found[f"{name}.{label[1]}" if label else name] = float(value)
     return found
 
 

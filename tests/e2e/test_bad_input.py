@@ -166,7 +166,22 @@ def test_input_lengths_that_disagree(server: RunningServer) -> None:
     assert engine_refusal(server, [5, 6, 7], 2).startswith("input_lengths: ")
 
 
-def test_refused_requests_are_counted_as_failed(server: RunningServer) -> None:
-    expected = metrics(server)["requests_failed_total"] + 3
-    refused(server, temperature=-1.0)  # once over gRPC, twice over HTTP
-    wait_until(lambda: metrics(server)["requests_failed_total"] == expected, 2.0, "all counted")
+@pytest.mark.parametrize(
+    ("stage", "bad"), [("preprocessing", {"text_input": ""}), ("engine", {"temperature": -1.0})]
+)
+def test_refused_requests_are_counted_as_failed(
+    server: RunningServer, stage: str, bad: dict[str, Any]
+) -> None:
+    def failed() -> dict[str, float]:
+        counts = metrics(server)
+        return {s: counts[f"requests_failed_total.{s}"] for s in ("preprocessing", "engine")}
+
+    before = failed()
+    refused(server, **bad)  # once over gRPC, twice over HTTP
+    expected = {**before, stage: before[stage] + 3}
+    wait_until(lambda: failed() == expected, 2.0, "all counted")
+
+
+@pytest.mark.parametrize("words", [["x"] * 65, ["x" * 4097]])
+def test_too_many_or_too_long_stop_words(server: RunningServer, words: list[str]) -> None:
+    assert refused(server, stop_words=words).startswith("stop_words: ")

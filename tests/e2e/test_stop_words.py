@@ -8,7 +8,7 @@ import pytest
 
 from client.http_generate import generate, generate_stream
 from deepseek_triton.server import RunningServer
-from tests.e2e.support import NEVER, Answer, complete
+from tests.e2e.support import NEVER, Answer, complete, metrics, wait_until
 
 PROMPT = "What is deep learning?"
 REQUEST: dict[str, Any] = {"max_tokens": 48, "end_id": NEVER, "exclude_input_in_output": True}
@@ -91,3 +91,17 @@ def test_the_engine_stops_working_soon_after_a_stop_string(
     answer = complete(server, PROMPT, stop_words=unstopped.text[8:12], **request)
     assert answer.finish_reason == "stop"
     assert len(answer.chunks) < 100
+
+
+def test_a_request_ended_by_a_stop_string_counts_as_stopped(
+    server: RunningServer, unstopped: Answer
+) -> None:
+    def finished() -> tuple[float, float]:
+        counts = metrics(server)
+        return tuple(counts[f"requests_finished_total.{r}"] for r in ("stop", "cancelled"))
+
+    stopped_before, cancelled_before = finished()
+    request = {**REQUEST, "max_tokens": 3500, "temperature": 1.0, "seed": 7}
+    complete(server, PROMPT, stop_words=unstopped.text[8:12], **request)
+    expected = (stopped_before + 1, cancelled_before)
+    wait_until(lambda: finished() == expected, 2.0, "it is counted")

@@ -92,14 +92,16 @@ class FakeUtils:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, np.ndarray]]] = []
+        self.call_parameters: list[dict[str, str]] = []
         self.families: dict[str, FakeMetricFamily] = {}
         self.call_error: Exception | None = None
 
-    def InferenceRequest(self, *, model_name, requested_output_names, inputs) -> Any:  # noqa: N802
+    def InferenceRequest(self, *, model_name, requested_output_names, inputs, parameters) -> Any:  # noqa: N802
         def execute(*, decoupled: bool) -> list[Any]:
             assert decoupled
             if self.call_error is not None:
                 raise self.call_error
+            self.call_parameters.append(parameters)
             self.calls.append((model_name, {t.name(): t.as_numpy() for t in inputs}))
             return []
 
@@ -196,6 +198,7 @@ class FakeEngine:
     requests: dict[str, Request] = field(default_factory=dict)
     emits: dict[str, Any] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
+    abort_reasons: list[FinishReason] = field(default_factory=list)
     refusal: Exception | None = None
     closed: bool = False
     is_alive: bool = True
@@ -206,8 +209,9 @@ class FakeEngine:
         self.requests[request.request_key] = request
         self.emits[request.request_key] = emit
 
-    def abort(self, request_key: str) -> bool:
+    def abort(self, request_key: str, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         self.aborted.append(request_key)
+        self.abort_reasons.append(reason)
         return request_key in self.requests
 
     def stats(self) -> EngineStats:

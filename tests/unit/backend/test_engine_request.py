@@ -116,6 +116,23 @@ def test_stop_words_need_the_ensemble() -> None:
         read(stop_words=words)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["x"] * 65, "65 stop strings; at most 64"),
+        (["x" * 2048, "é" * 2049], "4097 characters; at most 4096"),
+    ],
+)
+def test_stop_words_are_bounded(words: list[str], says: str) -> None:
+    def stop(words: list[str]) -> tuple[str, ...]:
+        sent = {"stop_words": column(object, *words), "request_key": column(object, "k")}
+        return read(for_ensemble=True, **sent)[1].stop
+
+    with pytest.raises(InvalidRequestError, match=f"^stop_words: {says}"):
+        stop(words)
+    assert stop([*words[:-1], "", ""]) == tuple(words[:-1]), "empty ones do not count"
+
+
 def test_either_count_may_be_asked_for() -> None:
     assert not read()[1].return_counts
     for name in ("return_num_input_tokens", "return_num_output_tokens"):

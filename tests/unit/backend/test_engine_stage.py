@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepseek_triton.backend import replies
+from deepseek_triton.backend import engine_stage, replies
 from deepseek_triton.backend.engine_stage import EngineStage
 from deepseek_triton.backend.opening import EngineLimits
 from deepseek_triton.backend.packet import StepPacket
@@ -39,7 +39,10 @@ class Server:
     def __init__(self) -> None:
         pb, self.utils = fake_pb()
         self.engine = FakeEngine()
-        self.stage = EngineStage(pb, lambda config: (self.engine, LIMITS))
+        self.exit_codes: list[int] = []
+        self.stage = EngineStage(
+            pb, lambda config: (self.engine, LIMITS), exit_process=self.exit_codes.append
+        )
         self.stage.initialize(ARGS)
 
     def send(self, *, request_id: str = "", parameters: Any = None, **tensors: Any) -> FakeSender:
@@ -208,6 +211,55 @@ def test_stop_ends_a_request_by_key_or_by_the_clients_id(server: Server) -> None
     assert server.engine.aborted == ["key", own_key], "an ended request's id is forgotten"
 
 
+def test_stop_ends_every_request_of_a_clients_id(server: Server) -> None:
+    first, second, other = (server.send(request_id=name) for name in ("mine", "mine", "other"))
+    keys = list(server.engine.requests)
+    server.send(request_id="mine", stop=np.ones(1, np.bool_))
+    assert server.engine.aborted == keys[:2]
+    server.engine.emit(output(keys[1], 0, (), FinishReason.CANCELLED))
+    wait_for(lambda: second.finals)
+    server.send(request_id="mine", stop=np.ones(1, np.bool_))
+    assert server.engine.aborted == [*keys[:2], keys[0]], "only the one that still runs"
+    assert not first.finals and not other.finals
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"finish_reason": "stop"}, FinishReason.STOP),
+        ({"finish_reason": ["stop"]}, FinishReason.CANCELLED),
+        ({}, FinishReason.CANCELLED),
+    ],
+)
+def test_stop_says_why(server: Server, parameters: Any, reason: FinishReason) -> None:
+    server.ensemble("key", stop=np.ones(1, np.bool_), parameters=parameters)
+    assert server.engine.abort_reasons == [reason]
+
+
+def test_a_key_in_use_is_refused_and_its_owner_gets_its_answer(server: Server) -> None:
+    first, second = server.ensemble("key"), server.ensemble("key", input_ids=column(np.int32, 7, 8))
+    assert second.error.message.startswith("request_key: key is in use")
+    server.engine.emit(output("key", 0, (7,), FinishReason.LENGTH))
+    wait_for(lambda: first.finals)
+    assert [ids(response) for response in first.responses] == [[7]]
+    assert server.engine.request.prompt_token_ids == (5, 6)
+
+
+def test_the_process_leaves_once_when_a_dead_engines_requests_are_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_stage, "_LEAVE_S", 0.05)
+    senders = [server.send(), server.send()]
+    error = EngineDeadError("the engine stopped")
+    for key in list(server.engine.requests):
+        server.engine.emit(output(key, 0, (), FinishReason.ERROR, error=error))
+    wait_for(lambda: server.exit_codes)
+    assert [sender.error.message for sender in senders] == ["the engine stopped"] * 2
+    time.sleep(0.1)
+    assert server.exit_codes == [1]
+    assert [record.levelname for record in caplog.records].count("CRITICAL") == 1
+
+
 def test_stop_without_a_name_is_an_error(server: Server) -> None:
     assert "request_key" in server.send(stop=np.ones(1, np.bool_)).error.message
 
@@ -261,7 +313,7 @@ def test_refused_requests_count_as_failed(server: Server) -> None:
     failed = server.utils.families["deepseek_triton_requests_failed_total"]
     for _ in range(3):
         server.send(request_output_len=np.zeros(1, np.int32))
-    wait_for(lambda: failed.samples[()] == 3)
+    wait_for(lambda: failed.samples[(("stage", "engine"),)] == 3)
 
 
 def test_an_engine_that_does_not_load_fails_the_load() -> None:

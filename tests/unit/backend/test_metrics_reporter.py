@@ -66,4 +66,4 @@ def test_refused_requests_add_to_the_failed_ones(reporter) -> None:
     source.stats = replace(STATS, requests_finished_total={"error": 1})
     report.count_refused()
     report.update()
-    assert value(utils, "requests_failed_total") == 2
+    assert value(utils, "requests_failed_total", stage="engine") == 2

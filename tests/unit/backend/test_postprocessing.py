@@ -98,6 +98,7 @@ def test_a_stop_string_ends_the_request_and_the_engines_work(server: Server, str
     assert server.responses[-1].finish_reason == "stop", "nothing comes after the stop string"
     assert server.model.num_conversations == 0
     assert server.aborted() == ["k"]
+    assert server.utils.call_parameters == [{"finish_reason": "stop"}]
 
 
 def test_a_stop_string_in_the_last_packet_needs_no_abort(server: Server) -> None:
@@ -130,6 +131,7 @@ def test_a_client_that_left_before_the_first_token_is_found_by_the_empty_packet(
     server.send([], FinishReason.CANCELLED, cancelled=True)
     assert server.responses == []
     assert (server.model.num_conversations, server.aborted()) == (0, ["k"])
+    assert server.utils.call_parameters == [{"finish_reason": "cancelled"}]
 
 
 def test_an_empty_packet_is_no_response(server: Server) -> None:
@@ -227,11 +229,17 @@ def test_a_plain_stream_carries_nothing_else_until_its_last_response(server: Ser
     assert last["sequence_index"].tolist() == [[0]]
 
 
-def test_one_broken_packet_harms_nobody_else(server: Server) -> None:
+@pytest.mark.parametrize(
+    "content", [b"\0\0\0", b'{"key": [], "index": 0}', b'{"key": "k", "index": 0, "options": 1}']
+)
+def test_one_broken_packet_harms_nobody_else(
+    server: Server, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = FakeRequest({"TOKENS_BATCH": np.zeros((1, 1, 0), np.int32),
-                          "STEP_PACKET": np.zeros((1, 3), np.uint8)})  # fmt: skip
+                          "STEP_PACKET": np.frombuffer(content, np.uint8)[np.newaxis]})  # fmt: skip
     server.model.execute([broken])
     assert broken.sender.error.code == "INVALID_ARG"
+    assert not [record for record in caplog.records if record.exc_info]
     server.send_all(IDS)
     assert "".join(r.text for r in server.responses) == "one two three"
 
@@ -263,7 +271,7 @@ def test_an_abort_that_fails_does_not_stop_the_next(server: Server) -> None:
     server.utils.call_error = RuntimeError("no such model")
     server.send([], key="a", cancelled=True)
     deadline = time.monotonic() + 10
-    while not server.model._aborter._keys.empty() and time.monotonic() < deadline:
+    while not server.model._aborter._aborts.empty() and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(0.02)
     server.utils.call_error = None

@@ -5,16 +5,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deepseek_triton.backend.pb import Pb
 from deepseek_triton.backend.preprocessing import Preprocessing, PromptReader
 from tests.unit.backend.fakes import TOKENIZER, FakeRequest, FakeResponse, column, fake_pb
 
 
+def started(pb: Pb) -> Preprocessing:
+    model = Preprocessing(pb)
+    model.start(PromptReader(TOKENIZER, max_context_len=100))
+    return model
+
+
 def ask(
     text: str | bytes = "How are you?", max_tokens: int = 5, *, wanted: set[str] | None = None,
-    **more: Any,
+    model: Preprocessing | None = None, **more: Any,
 ) -> FakeResponse:  # fmt: skip
-    model = Preprocessing(fake_pb()[0])
-    model._reader = PromptReader(TOKENIZER, max_context_len=100)
+    model = model or started(fake_pb()[0])
     tensors = {
         "QUERY": column(object, text),
         "REQUEST_OUTPUT_LEN": column(np.int32, max_tokens),
@@ -76,3 +82,12 @@ def test_a_fault_is_named_as_the_client_spells_it(
     assert error is not None
     assert error.message.startswith(f"{field}: ") and says in error.message
     assert error.code == "INVALID_ARG"
+
+
+def test_refused_prompts_count_as_failed() -> None:
+    pb, utils = fake_pb()
+    model = started(pb)
+    failed = utils.families["deepseek_triton_requests_failed_total"].samples
+    for text in ("", "fine", ""):
+        ask(text, model=model)
+    assert failed == {(("stage", "preprocessing"),): 2}

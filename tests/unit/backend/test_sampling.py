@@ -59,6 +59,11 @@ def test_the_rest_is_passed_on() -> None:
     assert read(min_length=3).min_tokens == 3
 
 
+@pytest.mark.parametrize("value", [0.01, 100.0])
+def test_the_ends_of_the_range_of_the_repetition_penalty_are_allowed(value: float) -> None:
+    assert read(repetition_penalty=value).repetition_penalty == np.float32(value)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "field"),
     [
@@ -71,6 +76,9 @@ def test_the_rest_is_passed_on() -> None:
         ("runtime_top_p", np.nan, "top_p"),
         ("repetition_penalty", 0.0, "repetition_penalty"),
         ("repetition_penalty", -1.0, "repetition_penalty"),
+        ("repetition_penalty", 1e-38, "repetition_penalty"),
+        ("repetition_penalty", 0.0099, "repetition_penalty"),
+        ("repetition_penalty", 100.1, "repetition_penalty"),
         ("repetition_penalty", np.inf, "repetition_penalty"),
         ("presence_penalty", 2.5, "presence_penalty"),
         ("presence_penalty", np.nan, "presence_penalty"),

@@ -145,6 +145,15 @@ def test_aborting_frees_the_blocks_and_sends_one_last_output():
     assert not under_test.has_requests
 
 
+def test_an_abort_is_counted_and_told_by_its_reason():
+    under_test, taken = engine(), Collector()
+    under_test.submit(request(), taken)
+    assert under_test.abort(RequestKey("a"), FinishReason.STOP) is True
+    assert taken.finish_reason is FinishReason.STOP
+    finished = under_test.stats().requests_finished_total
+    assert (finished["stop"], finished["cancelled"]) == (1, 0)
+
+
 def test_aborting_an_unknown_request_does_nothing():
     assert engine().abort(RequestKey("nobody")) is False
 

@@ -109,10 +109,10 @@ def test_submit_and_abort_do_not_wait_for_a_running_step():
     loop.submit(request("second"), second)
     assert loop.stats().requests_waiting == 1
     assert loop.abort(RequestKey("second")) is True
-    assert loop.abort(RequestKey("first")) is True
+    assert loop.abort(RequestKey("first"), FinishReason.STOP) is True
     assert not first.ended.is_set()
     runner.gate.release(2)
-    assert first.wait().finish_reason is FinishReason.CANCELLED
+    assert first.wait().finish_reason is FinishReason.STOP
     assert second.wait().finish_reason is FinishReason.CANCELLED
     assert second.tokens == []
     until(lambda: loop.stats().kv_blocks_used == 0)
