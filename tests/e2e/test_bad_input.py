@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,6 +177,7 @@ def test_refused_requests_are_counted_as_failed(
         counts = metrics(server)
         return {s: counts[f"requests_failed_total.{s}"] for s in ("preprocessing", "engine")}
 
+    time.sleep(0.5)  # until what came before this test is counted
     before = failed()
     refused(server, **bad)  # once over gRPC, twice over HTTP
     expected = {**before, stage: before[stage] + 3}

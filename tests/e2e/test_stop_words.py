@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -100,6 +101,7 @@ def test_a_request_ended_by_a_stop_string_counts_as_stopped(
         counts = metrics(server)
         return tuple(counts[f"requests_finished_total.{r}"] for r in ("stop", "cancelled"))
 
+    time.sleep(0.5)  # until what came before this test is counted
     stopped_before, cancelled_before = finished()
     request = {**REQUEST, "max_tokens": 3500, "temperature": 1.0, "seed": 7}
     complete(server, PROMPT, stop_words=unstopped.text[8:12], **request)
