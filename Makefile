@@ -14,6 +14,8 @@ HOST := 127.0.0.1
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+# Recipes read what the user gave from the environment, where no quote or space can break them.
+export OUT CHECKPOINT ENGINE PRECISION TARGET ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT
 
 .PHONY: help setup setup-test demo checkpoint engine serve check test perf-smoke clean
 
@@ -40,17 +42,17 @@ setup: $(VENV)/.setup ## install everything that serving needs into .venv
 setup-test: $(VENV)/.setup-test ## install what the tests need as well
 
 demo: setup ## [ARCH=v2-lite|v2|v3]: build an engine, serve it, stream one completion over gRPC and HTTP
-	@$(BIN)/python build_scripts/demo.py --arch '$(ARCH)'
+	@$(BIN)/python build_scripts/demo.py --arch "$$ARCH"
 
 checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3] [SEED=0]: write a small random checkpoint
-	@$(BIN)/python build_scripts/make_checkpoint.py --out '$(OUT)' --arch '$(or $(ARCH),v2-lite)' --seed '$(SEED)'
+	@$(BIN)/python build_scripts/make_checkpoint.py --out "$$OUT" --arch "$${ARCH:-v2-lite}" --seed "$$SEED"
 
 engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime]: build an engine directory
-	@$(BIN)/python build_scripts/build_engine.py --checkpoint '$(CHECKPOINT)' --engine '$(ENGINE)' --precision '$(PRECISION)' --target '$(TARGET)'
+	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET"
 
-serve: setup ## ENGINE=dir or CHECKPOINT=dir [HOST=0.0.0.0] [HTTP_PORT GRPC_PORT METRICS_PORT]: serve in the foreground
-	@exec $(BIN)/python -m deepseek_triton.server --engine '$(ENGINE)' --checkpoint '$(CHECKPOINT)' \
-		--http-port '$(HTTP_PORT)' --grpc-port '$(GRPC_PORT)' --metrics-port '$(METRICS_PORT)' --host '$(HOST)'
+serve: setup ## ENGINE=dir or CHECKPOINT=dir [HOST=127.0.0.1] [HTTP_PORT=8000] [GRPC_PORT=8001] [METRICS_PORT=8002]: serve in the foreground
+	@exec $(BIN)/python -m deepseek_triton.server --engine "$$ENGINE" --checkpoint "$$CHECKPOINT" \
+		--http-port "$$HTTP_PORT" --grpc-port "$$GRPC_PORT" --metrics-port "$$METRICS_PORT" --host "$$HOST"
 
 check: setup-test ## lint, types and unit tests
 	@$(BIN)/ruff format --check .

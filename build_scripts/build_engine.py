@@ -12,6 +12,7 @@ from types import FrameType
 
 from deepseek_triton.build.pipeline import DEFAULT_BLOCK_SIZE, build_engine
 from deepseek_triton.build.targets import TARGETS
+from deepseek_triton.checkpoint.config import find_config
 from deepseek_triton.errors import DeepseekTritonError
 from deepseek_triton.text.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     signal.signal(signal.SIGTERM, _stop)  # so that what is half-written is removed
     try:
+        find_config(args.checkpoint)
         Tokenizer.load(Path(args.checkpoint))  # before the long part: serving needs it
         manifest = build_engine(
             Path(args.checkpoint),

@@ -51,7 +51,9 @@ def prepare(folder: Path, arch: str) -> Path:
         write_random_checkpoint(checkpoint, preset_config(arch), overwrite=True)
     else:
         checkpoint = DEMO_MODEL
-        print(f"1. checkpoint  {_shown(checkpoint)}: DeepSeek-V3 in small, knows Python", flush=True)
+        print(
+            f"1. checkpoint  {_shown(checkpoint)}: DeepSeek-V3 in small, knows Python", flush=True
+        )
     print(f"2. engine      {_shown(engine)}", flush=True)
     built = ensure_engine(checkpoint, engine)
     print("               built" if built else "               kept from an earlier run")

@@ -95,6 +95,11 @@ def load_engine_dir(
         _check_sizes(path, manifest)
         if verify_contents:
             _check_contents(path, manifest)
+    except PermissionError as error:
+        raise EngineMismatchError(
+            f"engine directory {path}: {error.filename} cannot be read (permission denied); let "
+            "the user that runs the server read the folder and its files"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise EngineMismatchError(mismatch(path, _read_problem(path, error))) from error
     except EngineMismatchError as error:
@@ -198,6 +203,8 @@ def _sync(path: Path) -> None:
 def _write_problem(path: Path, error: OSError) -> str:
     if error.errno in (ENOSPC, EDQUOT):
         return f"cannot write engine directory {path}: the disk is full; free space or move ENGINE"
+    if isinstance(error, FileNotFoundError):  # /proc and the like say so
+        return f"cannot write engine directory {path}: no folder can be made in {path.parent}"
     where = f" ({error.filename})" if error.filename else ""
     return f"cannot write engine directory {path}: {error.strerror or error}{where}"
 

@@ -64,6 +64,10 @@ def build_engine(
     spec = read_model_spec(checkpoint_dir)
     reader = CheckpointReader(checkpoint_dir)
     validate_checkpoint(reader, spec)
+    if not (checkpoint_dir / TOKENIZER_FILES[0]).is_file():
+        raise CheckpointError(
+            f"{checkpoint_dir / TOKENIZER_FILES[0]}: not found; an engine cannot be served without"
+        )
     with create_engine_dir(engine_dir) as folder:
         model_path = export_portable(
             spec, reader, folder, precision=precision, block_size=block_size

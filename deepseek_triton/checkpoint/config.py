@@ -7,6 +7,7 @@ is refused by name, never ignored.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,12 @@ from deepseek_triton.checkpoint.spec import (
     YarnSpec,
 )
 from deepseek_triton.errors import CheckpointError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+MAX_LAYERS = 4096
+MAX_EXPERTS = 65536
+WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
 
 Architecture = Literal["deepseek_v2", "deepseek_v3"]
 
@@ -106,16 +113,24 @@ def read_model_spec(checkpoint_dir: Path | str) -> ModelSpec:
     Raises CheckpointError for a missing file or a bad value (naming file and key) and
     UnsupportedModelError for a model or feature that is not implemented.
     """
+    path = find_config(checkpoint_dir)
+    generation_path = path.with_name("generation_config.json")
+    generation = read_json_object(generation_path) if generation_path.is_file() else {}
+    return model_spec_from_config(read_json_object(path), generation, where=str(path))
+
+
+def find_config(checkpoint_dir: Path | str) -> Path:
+    """Return the path of config.json; raise CheckpointError if folder or file do not exist."""
     folder = Path(checkpoint_dir)
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint {folder}: the folder does not exist")
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(
             f"{path}: not found; a checkpoint is a folder in Hugging Face form, with config.json, "
             "safetensors files and tokenizer.json"
         )
-    generation_path = folder / "generation_config.json"
-    generation = read_json_object(generation_path) if generation_path.is_file() else {}
-    return model_spec_from_config(read_json_object(path), generation, where=str(path))
+    return path
 
 
 def model_spec_from_config(
@@ -129,8 +144,9 @@ def model_spec_from_config(
     fields = Fields(config, where)
     defaults = _DEFAULTS[architecture]
     _refuse_unsupported(fields, architecture)
+    _warn_of_ignored_dtype(fields)
     vocab_size = fields.integer("vocab_size", defaults.vocab_size)
-    num_layers = fields.integer("num_hidden_layers", defaults.num_hidden_layers)
+    num_layers = fields.integer("num_hidden_layers", defaults.num_hidden_layers, maximum=MAX_LAYERS)
     first_moe = fields.integer("first_k_dense_replace", defaults.first_k_dense_replace, minimum=0)
     max_positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
     rope = _rope(fields, architecture, max_positions)
@@ -207,14 +223,39 @@ def _special_ids(
     generation = Fields(
         generation_config, str(Path(fields.where).parent / "generation_config.json")
     )
-    eos_source = generation if generation.has("eos_token_id") else fields
-    bos_source = generation if generation.has("bos_token_id") else fields
-    eos = eos_source.token_ids("eos_token_id", defaults.eos_token_id)
-    bos = bos_source.token_ids("bos_token_id", defaults.bos_token_id)
-    for source, key, ids in ((eos_source, "eos_token_id", eos), (bos_source, "bos_token_id", bos)):
-        if ids and max(ids) >= vocab_size:
-            raise source.error(key, f"{max(ids)} is outside the vocabulary of {vocab_size} tokens")
-    return (bos[0] if bos else None), eos
+    found = {}
+    for key, default in (
+        ("eos_token_id", defaults.eos_token_id),
+        ("bos_token_id", defaults.bos_token_id),
+    ):
+        if not generation.has(key):
+            found[key] = _ids_in_vocabulary(fields, key, default, vocab_size)
+            continue
+        found[key] = _ids_in_vocabulary(generation, key, None, vocab_size)
+        try:
+            _ids_in_vocabulary(fields, key, None, vocab_size)
+        except CheckpointError as error:
+            logger.warning("%s; ignored, %s decides", error, generation.where)
+    bos = found["bos_token_id"]
+    return (bos[0] if bos else None), found["eos_token_id"]
+
+
+def _ids_in_vocabulary(
+    source: Fields, key: str, default: int | None, vocab_size: int
+) -> tuple[int, ...]:
+    ids = source.token_ids(key, default)
+    if ids and max(ids) >= vocab_size:
+        raise source.error(key, f"{max(ids)} is outside the vocabulary of {vocab_size} tokens")
+    return ids
+
+
+def _warn_of_ignored_dtype(fields: Fields) -> None:
+    for key in ("torch_dtype", "dtype"):  # transformers 5 writes the second
+        if fields.has(key) and fields.values[key] not in WEIGHT_DTYPES:
+            logger.warning(
+                "%s: %s %s is ignored: weights are read in the dtype that they are stored in",
+                fields.where, key, describe(fields.values[key]),
+            )  # fmt: skip
 
 
 def _rope(fields: Fields, architecture: Architecture, max_positions: int) -> RopeSpec:
@@ -308,7 +349,7 @@ def _moe(fields: Fields, architecture: Architecture, defaults: _Defaults) -> MoE
 
 
 def _routing(fields: Fields, architecture: Architecture, defaults: _Defaults) -> RoutingSpec:
-    num_experts = fields.integer("n_routed_experts", defaults.n_routed_experts)
+    num_experts = fields.integer("n_routed_experts", defaults.n_routed_experts, maximum=MAX_EXPERTS)
     if fields.has("num_experts_per_tok") or defaults.num_experts_per_tok is None:
         top_k = fields.required_integer("num_experts_per_tok", "the experts that a token takes")
     else:

@@ -10,6 +10,9 @@ from typing import Any
 
 from deepseek_triton.errors import CheckpointError
 
+MAX_INTEGER = 1 << 24
+"""No size of a model comes near; a slip of the pen beyond it would take all memory."""
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; raise CheckpointError if it is anything else."""
@@ -49,17 +52,19 @@ class Fields:
         """Whether `key` is there and not null."""
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int, minimum: int = 1) -> int:
-        """Return an integer of at least `minimum`."""
+    def integer(self, key: str, default: int, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """Return an integer in `minimum` ... `maximum`."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, f"must be an integer, found {describe(value)}")
         if value < minimum:
             raise self.error(key, f"must be at least {minimum}, found {value}")
+        if value > maximum:
+            raise self.error(key, f"must be at most {maximum}, found {describe(value)}")
         return value
 
     def optional_integer(self, key: str, default: int | None, minimum: int = 1) -> int | None:
-        """Return an integer of at least `minimum`, or None for null."""
+        """Return an integer in `minimum` ... MAX_INTEGER, or None for null."""
         if self.values.get(key, default) is None:
             return None
         return self.integer(key, default if default is not None else minimum, minimum)

@@ -19,6 +19,7 @@ LM_HEAD = "lm_head.weight"
 
 _WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_REPORTED = 10
+_MAX_COUNTED = 100_000  # then the config is another model's: stop looking
 
 
 class NamedShape(NamedTuple):
@@ -99,18 +100,21 @@ def validate_checkpoint(reader: CheckpointReader, spec: ModelSpec) -> None:
     Raises one CheckpointError that lists the first ten problems and counts the rest. Tensors that
     nothing uses are logged: multi-token-prediction layers at INFO, unknown names at WARNING.
     """
-    expected = dict(expected_tensors(spec))
-    problems = [
-        problem
-        for name, shape in expected.items()
-        if (problem := _problem(reader, name, shape)) is not None
-    ]
+    expected = set()
+    problems: list[str] = []
+    for name, shape in expected_tensors(spec):
+        expected.add(name)
+        if (problem := _problem(reader, name, shape)) is not None:
+            problems.append(problem)
+            if len(problems) == _MAX_COUNTED:
+                break
     if problems:
         shown = problems[:_MAX_REPORTED]
         if len(problems) > len(shown):
             shown.append(f"and {len(problems) - len(shown)} more")
+        count = f"{len(problems)}{' or more' if len(problems) == _MAX_COUNTED else ''}"
         raise CheckpointError(
-            f"the checkpoint does not fit its config.json, {len(problems)} tensor(s) wrong:\n  "
+            f"the checkpoint does not fit its config.json, {count} tensor(s) wrong:\n  "
             + "\n  ".join(shown)
         )
     _log_unused(reader, spec, expected)
@@ -130,9 +134,7 @@ def _problem(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> str
     return None
 
 
-def _log_unused(
-    reader: CheckpointReader, spec: ModelSpec, expected: dict[str, tuple[int, ...]]
-) -> None:
+def _log_unused(reader: CheckpointReader, spec: ModelSpec, expected: set[str]) -> None:
     prediction, unknown = 0, []
     for name in reader.names():
         if name in expected or name.endswith("rotary_emb.inv_freq"):

@@ -75,7 +75,12 @@ def write_random_checkpoint(
             shutil.rmtree(path)
         temporary.rename(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from error
+        reason = error.strerror
+        if isinstance(error, FileNotFoundError):  # /proc and the like say so
+            reason = f"no folder can be made in {path.parent}"
+        raise CheckpointError(
+            f"{path}: the folder cannot be written ({reason}); choose another OUT"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return path

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from deepseek_triton.errors import DeepseekTritonError
+from deepseek_triton.build.engine_dir import load_engine_dir
+from deepseek_triton.build.manifest import MANIFEST_NAME
+from deepseek_triton.errors import ConfigError, DeepseekTritonError
 from deepseek_triton.log import configure_logging
 from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
 from deepseek_triton.server.launcher import running_server
@@ -89,11 +91,31 @@ def main(arguments: list[str]) -> int:
 
 
 def _engine_dir(engine: str, checkpoint: str) -> Path:
+    """Return the engine directory to serve, built if need be and complete by its manifest.
+
+    The models verify it again, contents too, but not before a server has started.
+    """
     if not checkpoint:
+        if _kind(Path(engine)) == "checkpoint":
+            raise ConfigError(
+                f"ENGINE={engine}: this looks like a checkpoint: use CHECKPOINT={engine}"
+            )
+        load_engine_dir(Path(engine), verify_contents=False)
         return Path(engine)
+    if _kind(Path(checkpoint)) == "engine":
+        raise ConfigError(
+            f"CHECKPOINT={checkpoint}: this looks like an engine directory: use ENGINE={checkpoint}"
+        )
     engine_dir = Path(engine) if engine else cached_engine_path(Path(checkpoint))
     ensure_engine(Path(checkpoint), engine_dir)
     return engine_dir
+
+
+def _kind(folder: Path) -> str:
+    """Return "checkpoint", "engine", or "" where the files do not tell."""
+    kinds = {"config.json": "checkpoint", MANIFEST_NAME: "engine"}
+    found = [kind for name, kind in kinds.items() if (folder / name).is_file()]
+    return found[0] if len(found) == 1 else ""
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

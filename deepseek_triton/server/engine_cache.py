@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 
 from deepseek_triton.build.pipeline import build_engine, is_current
+from deepseek_triton.checkpoint.config import find_config
+from deepseek_triton.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +29,14 @@ def ensure_engine(checkpoint: Path, engine_dir: Path) -> bool:
     """Build `engine_dir` from `checkpoint` unless it is that already; return whether it built.
 
     Raises:
-        CheckpointError, BuildError: the checkpoint or the place of the engine is at fault.
+        CheckpointError, TokenizerError, BuildError: the checkpoint, its tokenizer or the place of
+            the engine is at fault.
     """
+    find_config(checkpoint)
     if is_current(engine_dir, checkpoint):
         logger.info("engine %s is up to date", engine_dir)
         return False
+    Tokenizer.load(checkpoint)  # before the long part: serving needs it
     logger.info("building engine %s from %s", engine_dir, checkpoint)
     build_engine(checkpoint, engine_dir)
     return True

@@ -22,6 +22,7 @@ from deepseek_triton.server.ports import resolve_ports
 from deepseek_triton.server.process_group import end_group, kill_group
 from deepseek_triton.server.server_log import LogCopier, failure_reason
 from deepseek_triton.server.shared_memory import check_space, new_region_prefix, remove_regions
+from deepseek_triton.server.stub_watch import StubWatch
 from deepseek_triton.server.watchdog import start_watchdog
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class RunningServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._log: LogCopier | None = None
+        self._stub_watch: StubWatch | None = None
 
     @property
     def http_url(self) -> str:
@@ -91,7 +93,7 @@ class RunningServer:
             self._log.start()
 
     def wait_ready(self) -> None:
-        """Return when every model is ready.
+        """Return when every model is ready; from then on a model that dies ends the server.
 
         Raises:
             ServerError: the server ended, or is not ready in time; gives the reason from its log.
@@ -108,6 +110,9 @@ class RunningServer:
                     f"is large:\n{self._reason()}"
                 )
             time.sleep(_POLL_S)
+        options = self._options
+        self._stub_watch = StubWatch(self.pid, options.model_repository, options.model_names())
+        self._stub_watch.start()
 
     def wait(self) -> None:
         """Block until the server ends of itself.
@@ -116,6 +121,8 @@ class RunningServer:
             ServerError: always, since a server that nobody stopped has failed.
         """
         code = self._started.wait()
+        if self._stub_watch is not None and self._stub_watch.problem is not None:
+            raise ServerError(self._stub_watch.problem)
         raise ServerError(f"tritonserver ended with status {code}:\n{self._reason()}")
 
     def stop(self) -> None:
@@ -124,6 +131,8 @@ class RunningServer:
         Requests in flight have exit_timeout_s to finish. KeyboardInterrupt in the meantime kills.
         """
         try:
+            if self._stub_watch is not None:
+                self._stub_watch.stop()
             if self._process is not None:
                 end_group(self._process.pid, self._options.exit_timeout_s + 2.0)
         except KeyboardInterrupt:

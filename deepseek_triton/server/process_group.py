@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 _POLL_S = 0.02
+_EXIT_CODE = 49  # index of the wait status in what _stat_fields returns
 _KILL_TIMEOUT_S = 10.0  # a killed process that still runs hangs in the kernel
 
 
@@ -26,6 +27,15 @@ def is_running(pid: int) -> bool:
     """Return whether `pid` exists and is not a zombie."""
     fields = _stat_fields(pid)
     return fields is not None and fields[0] not in "ZX"
+
+
+def how_it_ended(pid: int) -> str:
+    """Return "signal N" or "status N" of a zombie, and "" when its parent has reaped it."""
+    fields = _stat_fields(pid)
+    if fields is None or fields[0] != "Z":
+        return ""
+    code = os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+    return f"signal {-code}" if code < 0 else f"status {code}"
 
 
 def end_group(leader: int, grace_s: float) -> None:

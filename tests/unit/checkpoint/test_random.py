@@ -190,7 +190,7 @@ def test_the_command_writes_a_checkpoint(tmp_path: Path) -> None:
     [
         (("--out", ""), 2, "--out is empty: make checkpoint OUT=dir"),
         (("--out", "x", "--arch", "v9"), 1, "error: arch 'v9' is unknown"),
-        (("--out", "/proc/nope/out"), 1, "error: /proc/nope/out: cannot be written"),
+        (("--out", "/proc/nope/out"), 1, "error: /proc/nope/out: the folder cannot be written"),
     ],
 )
 def test_the_command_fails_in_one_line(

@@ -28,7 +28,22 @@ def test_a_failure_is_one_message_and_status_1(
 ) -> None:
     monkeypatch.setattr("deepseek_triton.server.__main__.configure_logging", lambda: None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    arguments = ["--engine", "e", "--model-repository", f"{tmp_path}"]
+    arguments = ["--engine", f"{tmp_path / 'e'}", "--model-repository", f"{tmp_path}"]
     assert main(arguments) == 1
-    assert "--model-repository" in caplog.text
+    assert "no manifest.json there" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_a_folder_of_the_other_kind_is_told_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepseek_triton.server.__main__.configure_logging", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text("{}")
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "manifest.json").write_text("{}")
+    assert main(["--engine", f"{tmp_path / 'c'}"]) == 1
+    assert f"use CHECKPOINT={tmp_path / 'c'}" in caplog.text
+    assert main(["--checkpoint", f"{tmp_path / 'e'}"]) == 1
+    assert f"use ENGINE={tmp_path / 'e'}" in caplog.text
