@@ -138,14 +138,17 @@ def test_a_killed_launcher_takes_the_server_with_it(
     wait_until(lambda: shm_files(prefix) == [], 5.0, "its shared memory is gone")
 
 
-def test_a_stub_that_dies_makes_requests_fail_rather_than_hang(
-    own_engine: Path, tmp_path: Path
+@pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm", "postprocessing"])
+def test_a_model_process_that_dies_ends_the_server_rather_than_hanging_requests(
+    own_engine: Path, tmp_path: Path, model: str
 ) -> None:
     from client.grpc_stream import GenerationError
 
     with running_server(options(own_engine), log_path=tmp_path / "log") as server:
         assert complete(server, "Hello", max_tokens=4).text
-        os.kill(stub_of(server, "tensorrt_llm"), signal.SIGKILL)
+        os.kill(stub_of(server, model), signal.SIGKILL)
+        with pytest.raises(ServerError, match=f"model {model}: its process died"):
+            server.wait()
         with pytest.raises(GenerationError):
             complete(server, "Hello", max_tokens=4, timeout_s=10.0)
         pid = server.pid
