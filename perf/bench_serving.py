@@ -2,7 +2,7 @@
 
 The same requests go, in turns, to the engine in a process of its own and to tritonserver over
 gRPC: prompts of about 128 tokens, 128 greedy tokens each, all sent at once. The client runs on
-the same cores as the server. Model: perf/reference_model.py, fp32.
+the same cores as the server. Models: perf/reference_model.py, and at one stream a small one too.
 
     python perf/bench_serving.py           # writes perf/results/serving_overhead.json
 """
@@ -137,24 +137,44 @@ def main() -> None:
         else:
             print(json.dumps(measure_server(where, int(streams))))
         return
+    _, reference = reference_engine()
+    measured = {
+        "small_model": measure_model(small_engine(), (1,), arguments.rounds),
+        "reference_model": measure_model(reference, STREAMS, arguments.rounds),
+    }
+    print(save_result("serving_overhead", measured))
+
+
+def measure_model(engine_dir: Path, stream_counts: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Serve one engine and compare, for each number of streams."""
     from deepseek_triton.server import ServerOptions, running_server
 
-    _, engine_dir = reference_engine()
-    measured: dict[str, Any] = {}
     options = ServerOptions(engine_dir=engine_dir, http_port=0, grpc_port=0, metrics_port=0)
+    measured: dict[str, Any] = {}
     with running_server(options, log_path=CACHE / "bench_serving.log") as server:
-        for streams in STREAMS:
+        for streams in stream_counts:
             worker("server", server.grpc_url, streams)  # warm-up
-            rounds = [
+            results = [
                 {
                     "engine": worker("engine", str(engine_dir), streams),
                     "server": worker("server", server.grpc_url, streams),
                 }
-                for _ in range(arguments.rounds)
+                for _ in range(rounds)
             ]
-            measured[f"streams_{streams}"] = {**compare(rounds), "rounds": rounds}
-            print(f"{streams} streams: {compare(rounds)}")
-    print(save_result("serving_overhead", measured))
+            measured[f"streams_{streams}"] = {**compare(results), "rounds": results}
+            print(f"{engine_dir.name}, {streams} streams: {compare(results)}", flush=True)
+    return measured
+
+
+def small_engine() -> Path:
+    """Build the engine of a small random checkpoint: its steps leave the cores to the server."""
+    from deepseek_triton.checkpoint.presets import preset_config
+    from deepseek_triton.checkpoint.random import write_random_checkpoint
+    from deepseek_triton.server.engine_cache import ensure_engine
+
+    checkpoint = write_random_checkpoint(CACHE / "small", preset_config("v2-lite"))
+    ensure_engine(checkpoint, CACHE / "small-engine")
+    return CACHE / "small-engine"
 
 
 if __name__ == "__main__":
