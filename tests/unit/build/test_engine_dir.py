@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,3 +161,26 @@ def test_every_byte_counts_in_the_checksum(tmp_path: Path, monkeypatch: pytest.M
     (entry,) = engine_dir.describe_files(tmp_path)
     assert entry.size == 10
     assert entry.sha256 == "84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "weights.bin"])
+def test_a_file_that_may_not_be_read_is_not_said_to_need_a_rebuild(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real_open = io.open  # what Path.open and Path.read_text call; root may read whatever it is
+
+    def refuse(file: object, *args: Any, **kwargs: Any) -> Any:
+        if file == engine / name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real_open(file, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(io, "open", refuse)
+    with pytest.raises(EngineMismatchError, match=f"{name} cannot be read") as caught:
+        load_engine_dir(engine)
+    assert "rebuild" not in str(caught.value)
+
+
+def test_a_filesystem_without_new_folders_is_named() -> None:
+    with pytest.raises(BuildError, match="no folder can be made in /proc"):
+        with create_engine_dir(Path("/proc/engine")):
+            pytest.fail("the block must not run")

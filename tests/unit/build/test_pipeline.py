@@ -173,3 +173,16 @@ def test_a_checkpoint_whose_tokenizer_cannot_serve_is_refused_first(
     assert done.returncode == 1
     assert "tokenizer.json" in done.stderr
     assert not (tmp_path / "engine").exists()
+
+
+def test_an_engine_without_a_tokenizer_is_never_built(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not found"):
+        build_engine(checkpoint, tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_the_script_says_that_the_folder_does_not_exist(tmp_path: Path) -> None:
+    done = run_script("--checkpoint", tmp_path / "nowhere", "--engine", tmp_path / "engine")
+    assert done.returncode == 1
+    assert "nowhere: the folder does not exist" in done.stderr

@@ -138,6 +138,27 @@ def test_generation_config_decides_the_end_ids(tmp_path: Path) -> None:
     assert read_model_spec(folder).bos_token_id == 0
 
 
+@pytest.mark.parametrize("value", [10**9, "</s>"])
+def test_an_end_id_that_generation_config_overrules_is_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: object
+) -> None:
+    folder = write(tmp_path, V3_MINIMAL | {"eos_token_id": value}, {"eos_token_id": 5})
+    assert read_model_spec(folder).eos_token_ids == (5,)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "config.json: eos_token_id" in caplog.text
+    assert "generation_config.json decides" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_a_dtype_that_no_weights_have_is_ignored_with_a_warning(
+    caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    model_spec_from_config(V3_MINIMAL | {key: "bfloat16"})
+    assert caplog.records == []
+    model_spec_from_config(V3_MINIMAL | {key: "float8"})
+    assert f'{key} "float8" is ignored' in caplog.text
+
+
 def test_a_null_end_id_means_none() -> None:
     assert model_spec_from_config(V3_MINIMAL | {"eos_token_id": None}).eos_token_ids == ()
 
@@ -194,7 +215,13 @@ def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], mes
         ({"n_group": 256, "topk_group": 8}, "two experts a group"),
         ({"eos_token_id": [1, "2"]}, "eos_token_id must hold token ids"),
         ({"eos_token_id": 129280}, "eos_token_id 129280 is outside the vocabulary of 129280"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must hold token ids"),
         ({"architectures": "DeepseekV3ForCausalLM"}, "architectures must be a list"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096, found 1000000000"),
+        ({"n_routed_experts": 10**9}, "n_routed_experts must be at most 65536"),
+        ({"hidden_size": 2**24 + 1}, "hidden_size must be at most 16777216"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings must be at most 16777216"),
+        ({"q_lora_rank": 10**9}, "q_lora_rank must be at most 16777216"),
     ],
 )
 def test_a_bad_value_is_refused_with_file_and_key(changes: dict[str, Any], message: str) -> None:
@@ -206,6 +233,11 @@ def test_a_bad_value_is_refused_with_file_and_key(changes: dict[str, Any], messa
 def test_v2_must_say_how_many_experts_a_token_takes() -> None:
     with pytest.raises(CheckpointError, match="num_experts_per_tok is missing"):
         model_spec_from_config({"model_type": "deepseek_v2"})
+
+
+def test_a_folder_that_does_not_exist_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: the folder does not exist"):
+        read_model_spec(tmp_path / "nowhere")
 
 
 def test_a_folder_without_config_says_what_a_checkpoint_is(tmp_path: Path) -> None:

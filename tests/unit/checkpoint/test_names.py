@@ -91,6 +91,15 @@ def test_only_ten_problems_are_spelled_out(tmp_path: Path) -> None:
     assert str(caught.value).endswith("and 8 more")
 
 
+def test_the_count_of_problems_ends_where_the_config_is_another_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepseek_triton.checkpoint.names._MAX_COUNTED", 12)
+    with pytest.raises(CheckpointError, match="12 or more tensor") as caught:
+        validate_checkpoint(reader_of(tmp_path, {"odd": np.zeros(2, np.float32)}), tiny_spec())
+    assert str(caught.value).endswith("and 2 more")
+
+
 def test_prediction_layers_and_old_rotary_tables_are_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

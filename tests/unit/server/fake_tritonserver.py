@@ -22,7 +22,8 @@ if "FAKE_EXIT" in os.environ:
 
 # A stub that outlives everything unless it is killed.
 stub = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-subprocess.Popen([sys.executable, "-c", stub])
+model_file = f"{options['model-repository']}/tensorrt_llm/1/model.py"
+subprocess.Popen([sys.executable, "-c", stub, model_file])
 
 
 class Health(http.server.BaseHTTPRequestHandler):

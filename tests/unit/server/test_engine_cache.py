@@ -7,6 +7,7 @@ import pytest
 
 from deepseek_triton.checkpoint.presets import preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
+from deepseek_triton.errors import CheckpointError, TokenizerError
 from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
 
 
@@ -17,6 +18,19 @@ def test_an_engine_is_built_once_and_again_after_the_checkpoint_changed(tmp_path
     assert not ensure_engine(checkpoint, engine)
     os.utime(next(checkpoint.glob("*.safetensors")), (1, 1))
     assert ensure_engine(checkpoint, engine)
+
+
+def test_a_tokenizer_that_cannot_serve_is_refused_before_the_build(tmp_path: Path) -> None:
+    checkpoint = write_random_checkpoint(tmp_path / "checkpoint", preset_config("v2-lite"))
+    (checkpoint / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        ensure_engine(checkpoint, tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_a_checkpoint_folder_that_does_not_exist_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: the folder does not exist"):
+        ensure_engine(tmp_path / "nowhere", tmp_path / "engine")
 
 
 def test_each_checkpoint_folder_has_its_own_place(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,35 @@ def test_a_killed_server_is_reported_and_its_stub_ended(
         os.kill(server.pid, signal.SIGKILL)
         server.wait()
     assert_nothing_is_left(server)
+
+
+def test_a_stub_that_dies_ends_the_server_and_names_the_model(
+    installation: ServerInstallation,
+    make_options: Options,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running_server(
+        make_options(), log_path=tmp_path / "log", installation=installation
+    ) as server:
+        (stub,) = set(members(server.pid)) - {server.pid}
+        os.kill(stub, signal.SIGKILL)
+        with pytest.raises(ServerError, match=r"model tensorrt_llm: its process died \(signal 9\)"):
+            server.wait()
+        assert members(server.pid) == []
+    assert "model tensorrt_llm" in caplog.text
+    assert_nothing_is_left(server)
+
+
+def test_a_stop_in_good_order_is_no_death_of_a_model(
+    installation: ServerInstallation,
+    make_options: Options,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running_server(make_options(), log_path=tmp_path / "log", installation=installation):
+        pass
+    assert "died" not in caplog.text
 
 
 def test_a_model_that_does_not_load_gives_its_own_message(
@@ -161,6 +190,15 @@ def test_a_killed_launcher_takes_the_server_and_its_files_with_it(
     wait_until(lambda: list(Path("/dev/shm").glob(f"{prefix}*")) == [])
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that runs the tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_kills_at_once(
     installation: ServerInstallation, make_options: Options, tmp_path: Path
 ) -> None:
