@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import onnx
 from numpy.typing import DTypeLike
@@ -20,7 +21,14 @@ class Precision:
     onnx_type: int  # onnx.TensorProto.DataType
 
 
-PRECISIONS = {"fp32": Precision("fp32", np.float32, onnx.TensorProto.FLOAT)}
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("fp32", np.float32, onnx.TensorProto.FLOAT),
+        Precision("fp16", np.float16, onnx.TensorProto.FLOAT16),
+        Precision("bf16", ml_dtypes.bfloat16, onnx.TensorProto.BFLOAT16),
+    )
+}
 
 
 def find_precision(name: str) -> Precision:
