@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from deepseek_triton.checkpoint.reader import CheckpointReader
@@ -38,17 +39,35 @@ def expected_tensors(spec: ModelSpec) -> Iterator[NamedShape]:
     """Yield every tensor that a checkpoint of `spec` must hold, in the order of computation."""
     yield NamedShape(EMBEDDING, (spec.vocab_size, spec.hidden_size))
     for layer in range(spec.num_layers):
-        prefix = layer_prefix(layer)
-        yield NamedShape(prefix + "input_layernorm.weight", (spec.hidden_size,))
-        yield from _attention(spec, prefix + "self_attn.")
-        yield NamedShape(prefix + "post_attention_layernorm.weight", (spec.hidden_size,))
-        if spec.moe is not None and layer in spec.moe_layers:
-            yield from _experts(spec.moe, prefix + "mlp.", spec.hidden_size)
-        else:
-            yield from _mlp(prefix + "mlp.", spec.hidden_size, spec.intermediate_size)
+        yield from _layer(spec, layer, has_experts=layer in spec.moe_layers)
     yield NamedShape(FINAL_NORM, (spec.hidden_size,))
     if not spec.tie_word_embeddings:
         yield NamedShape(LM_HEAD, (spec.vocab_size, spec.hidden_size))
+
+
+def draft_tensors(spec: ModelSpec) -> Iterator[NamedShape]:
+    """Yield the tensors of the first multi-token-prediction layer, beside those of the model.
+
+    DeepSeek numbers it after the model's own layers and repeats embedding and head, which are the
+    model's own and are not read.
+    """
+    prefix, size = layer_prefix(spec.num_layers), spec.hidden_size
+    yield NamedShape(prefix + "enorm.weight", (size,))
+    yield NamedShape(prefix + "hnorm.weight", (size,))
+    yield NamedShape(prefix + "eh_proj.weight", (size, 2 * size))
+    yield from _layer(spec, spec.num_layers, has_experts=True)
+    yield NamedShape(prefix + "shared_head.norm.weight", (size,))
+
+
+def _layer(spec: ModelSpec, layer: int, *, has_experts: bool) -> Iterator[NamedShape]:
+    prefix = layer_prefix(layer)
+    yield NamedShape(prefix + "input_layernorm.weight", (spec.hidden_size,))
+    yield from _attention(spec, prefix + "self_attn.")
+    yield NamedShape(prefix + "post_attention_layernorm.weight", (spec.hidden_size,))
+    if spec.moe is not None and has_experts:
+        yield from _experts(spec.moe, prefix + "mlp.", spec.hidden_size)
+    else:
+        yield from _mlp(prefix + "mlp.", spec.hidden_size, spec.intermediate_size)
 
 
 def _attention(spec: ModelSpec, prefix: str) -> Iterator[NamedShape]:
@@ -94,15 +113,18 @@ def _mlp(prefix: str, hidden: int, intermediate: int) -> Iterator[NamedShape]:
     yield NamedShape(prefix + "down_proj.weight", (hidden, intermediate))
 
 
-def validate_checkpoint(reader: CheckpointReader, spec: ModelSpec) -> None:
+def validate_checkpoint(reader: CheckpointReader, spec: ModelSpec, *, draft: bool = False) -> None:
     """Check that every tensor of `spec` is there with its shape and a float dtype, reading no data.
+
+    `draft` asks for a multi-token-prediction layer as well.
 
     Raises one CheckpointError that lists the first ten problems and counts the rest. Tensors that
     nothing uses are logged: multi-token-prediction layers at INFO, unknown names at WARNING.
     """
     expected = set()
     problems: list[str] = []
-    for name, shape in expected_tensors(spec):
+    wanted = chain(expected_tensors(spec), draft_tensors(spec) if draft else ())
+    for name, shape in wanted:
         expected.add(name)
         if (problem := _problem(reader, name, shape)) is not None:
             problems.append(problem)

@@ -23,9 +23,11 @@ Dim = int | str
 class GraphBuilder:
     """Collects a graph in execution order. A value is named after the node that makes it."""
 
-    def __init__(self, precision: Precision) -> None:
+    def __init__(self, precision: Precision, weights: WeightFile | None = None) -> None:
+        """`weights` is a file that another graph fills as well: equal names are one weight."""
         self.precision = precision
-        self.weights = WeightFile()
+        self.weights = weights or WeightFile()
+        self._used: set[str] = set()  # names in `weights` that this graph reads
         self._nodes: list[onnx.NodeProto] = []
         self._inline: list[onnx.TensorProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
@@ -92,7 +94,7 @@ class GraphBuilder:
             name,
             self._inputs,
             self._outputs,
-            [*self._inline, *self.weights.tensors(weights_file)],
+            [*self._inline, *self.weights.tensors(weights_file, self._used)],
         )
         return helper.make_model(
             graph,
@@ -129,5 +131,7 @@ class GraphBuilder:
             flat = np.concatenate([block.reshape(-1) for block in blocks]).astype(dtype)
             self._inline.append(onnx.numpy_helper.from_array(flat.reshape(shape), name))
         else:
-            self.weights.add(name, shape, dtype, blocks)
+            self._used.add(name)
+            if name not in self.weights:
+                self.weights.add(name, shape, dtype, blocks)
         return name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,6 +51,7 @@ class WeightFile:
 
     def __init__(self) -> None:
         self._weights: list[_Weight] = []
+        self._names: set[str] = set()
 
     @property
     def nbytes(self) -> int:
@@ -70,10 +71,21 @@ class WeightFile:
         """
         offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         self._weights.append(_Weight(name, tuple(shape), dtype, blocks, offset))
+        self._names.add(name)
 
-    def tensors(self, location: str) -> Iterator[onnx.TensorProto]:
-        """Yield one initializer a weight, pointing into the file `location` beside the model."""
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def tensors(
+        self, location: str, names: Collection[str] | None = None
+    ) -> Iterator[onnx.TensorProto]:
+        """Yield one initializer a weight, pointing into the file `location` beside the model.
+
+        `names` restricts them to the weights that one of several models reads.
+        """
         for weight in self._weights:
+            if names is not None and weight.name not in names:
+                continue
             tensor = onnx.TensorProto(
                 name=weight.name,
                 dims=weight.shape,
