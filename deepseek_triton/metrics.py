@@ -42,6 +42,8 @@ METRICS = (
     Metric("preemptions_total", "counter", "preemptions", "Requests that lost their KV blocks."),
     Metric("prompt_tokens_total", "counter", "tokens", "Prompt tokens of accepted requests."),
     Metric("tokens_generated_total", "counter", "tokens", "Tokens generated."),
+    Metric("draft_tokens_total", "counter", "tokens", "Drafts that the model checked."),
+    Metric("draft_tokens_accepted_total", "counter", "tokens", "Drafts that proved right."),
     Metric("requests_finished_total", "counter", "requests", "Requests that ended.", "reason"),
     FAILED,
     Metric("steps_total", "counter", "steps", "Steps run."),
@@ -61,6 +63,8 @@ class EngineStats:
     preemptions_total: int = 0
     prompt_tokens_total: int = 0
     tokens_generated_total: int = 0
+    draft_tokens_total: int = 0
+    draft_tokens_accepted_total: int = 0
     requests_finished_total: Mapping[str, int] = field(default_factory=dict)  # by finish reason
     steps_total: int = 0
     step_seconds_total: float = 0.0

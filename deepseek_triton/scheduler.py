@@ -7,12 +7,17 @@ Every step is formed anew (in-flight batching): first one token for each decodin
 next chunk of running prefills, then waiting requests, within max_tokens_per_step. All running
 requests are older than all waiting ones, so the oldest request always makes progress: it may take
 the blocks of every younger one, and `add` refuses what would not fit into the whole pool.
+
+A decoding request may bring drafts, guesses of the tokens that follow its last one: they run in the
+same step if budget and free blocks allow, and nobody is preempted for them.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +29,8 @@ from deepseek_triton.kv_cache.block_table import BlockTable
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import RequestKey
 
+NONE: Mapping[RequestKey, int] = MappingProxyType({})
+
 
 @dataclass(frozen=True)
 class ScheduledRow:
@@ -31,9 +38,10 @@ class ScheduledRow:
 
     request_key: RequestKey
     context_len: int  # tokens already in the cache
-    num_tokens: int  # ≥ 1 tokens to compute, from position context_len on
-    block_table: NDArray[np.int32]  # [m] holds context_len + num_tokens tokens; read-only
+    num_tokens: int  # ≥ 1 known tokens to compute, from position context_len on
+    block_table: NDArray[np.int32]  # [m] holds all tokens up to these and the drafts; read-only
     samples: bool  # whether these reach the last known token, so that the next one can be drawn
+    num_drafts: int = 0  # drafts to compute after them
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Progress:
     num_tokens: int  # prompt and output tokens known so far
     max_cached: int  # tokens in the cache when the request ends by length: its last is never fed
     num_cached: int = 0  # tokens whose KV is in the cache
+    num_drafts: int = 0  # guesses of the tokens after the known ones, for the next step
     running: bool = False
     block_table: BlockTable = field(default_factory=BlockTable)
     blocks_allocated: int = 0  # in total, preemptions included
@@ -69,7 +78,8 @@ class _Plan:
     """A step being formed."""
 
     budget: int  # tokens that it may still take
-    counts: dict[RequestKey, int] = field(default_factory=dict)
+    counts: dict[RequestKey, int] = field(default_factory=dict)  # known tokens
+    drafts: dict[RequestKey, int] = field(default_factory=dict)
     preempted: list[RequestKey] = field(default_factory=list)
 
 
@@ -155,19 +165,31 @@ class Scheduler:
         for entry in (*decodes, *prefills):
             self._plan_tokens(entry, plan)
         self._admit(plan)
-        rows = tuple(self._row(self._progress[key], count) for key, count in plan.counts.items())
+        rows = tuple(
+            self._row(self._progress[key], count, plan.drafts.get(key, 0))
+            for key, count in plan.counts.items()
+        )
         return ScheduledStep(rows, tuple(plan.preempted))
 
-    def commit(self, step: ScheduledStep) -> None:
+    def commit(
+        self,
+        step: ScheduledStep,
+        accepted: Mapping[RequestKey, int] = NONE,
+        drafts: Mapping[RequestKey, int] = NONE,
+    ) -> None:
         """Record that `step` ran: its tokens are cached, and each sampling row has one token more.
 
+        `accepted` counts the drafts of this step that proved right: they are cached and known too;
+        what the others left in the cache is overwritten. `drafts` counts those for the next step.
         Rows of requests removed since `schedule` are ignored.
         """
         for row in step.rows:
             entry = self._progress.get(row.request_key)
             if entry is not None:
-                entry.num_cached = row.context_len + row.num_tokens
-                entry.num_tokens += row.samples
+                right = accepted.get(row.request_key, 0)
+                entry.num_cached = row.context_len + row.num_tokens + right
+                entry.num_tokens += row.samples + right
+                entry.num_drafts = drafts.get(row.request_key, 0)
 
     def remove(self, request_key: RequestKey) -> None:
         """Forget a request, finished or not, and free its blocks; raises KeyError if unknown."""
@@ -197,13 +219,14 @@ class Scheduler:
             ):
                 raise AssertionError(f"inconsistent: {e}")
 
-    def _row(self, entry: Progress, count: int) -> ScheduledRow:
+    def _row(self, entry: Progress, count: int, num_drafts: int) -> ScheduledRow:
         return ScheduledRow(
             request_key=entry.request_key,
             context_len=entry.num_cached,
             num_tokens=count,
             block_table=entry.block_table.ids,
             samples=count == entry.remaining,
+            num_drafts=num_drafts,
         )
 
     def _plan_tokens(self, entry: Progress, plan: _Plan) -> None:
@@ -220,6 +243,11 @@ class Scheduler:
             self._preempt(self._running[-1], plan)
         plan.counts[entry.request_key] = count
         plan.budget -= count
+        # The last token that a request may have is never fed, so it is no use to guess it twice.
+        room = entry.max_cached - entry.num_cached - count
+        if drafts := min(entry.num_drafts, plan.budget, room) if count == entry.remaining else 0:
+            plan.drafts[entry.request_key] = self._grow(entry, count + drafts) - count
+            plan.budget -= plan.drafts[entry.request_key]
 
     def _grow(self, entry: Progress, wanted: int) -> int:
         """Give `entry` free blocks for up to `wanted` tokens more; return how many tokens fit."""
@@ -237,12 +265,13 @@ class Scheduler:
         self._running.remove(victim)
         self._pool.free(victim.block_table.clear())
         victim.running = False
-        victim.num_cached = 0
+        victim.num_cached = victim.num_drafts = 0
         victim.preemptions += 1
         self._waiting.appendleft(victim)
         self.num_preemptions += 1
         plan.preempted.append(victim.request_key)
-        plan.budget += plan.counts.pop(victim.request_key, 0)
+        for counts in (plan.counts, plan.drafts):
+            plan.budget += counts.pop(victim.request_key, 0)
 
     def _admit(self, plan: _Plan) -> None:
         """Start waiting requests, oldest first, while the batch, the budget and the blocks allow.

@@ -15,7 +15,7 @@ from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError, Req
 from deepseek_triton.log import request_logger
 from deepseek_triton.metrics import EngineStats
 from deepseek_triton.request import FinishReason, Request, RequestKey, TokenOutput
-from deepseek_triton.runner.base import ModelRunner, StepResult
+from deepseek_triton.runner.base import ModelRunner, Speculation, StepResult
 from deepseek_triton.scheduler import ScheduledStep, Scheduler
 
 _logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class StepEngine:
         self._outbox: list[tuple[Emit, TokenOutput]] = []
         self._finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self._prompt_tokens = self._tokens = self._steps = 0
+        self._drafts = self._right_drafts = 0
         self._step_seconds = self._runner_seconds = 0.0
         self._closed = False
 
@@ -143,7 +144,6 @@ class StepEngine:
                 request_logger(_logger, key).info("preempted: the KV cache is full")
             result = self._run(step)
             if result is not None:
-                self._scheduler.commit(step)
                 self._update(step, result)
         self._flush()
         self._step_seconds += time.perf_counter() - started
@@ -170,6 +170,8 @@ class StepEngine:
             preemptions_total=self._scheduler.num_preemptions,
             prompt_tokens_total=self._prompt_tokens,
             tokens_generated_total=self._tokens,
+            draft_tokens_total=self._drafts,
+            draft_tokens_accepted_total=self._right_drafts,
             requests_finished_total=dict(self._finished),
             steps_total=self._steps,
             step_seconds_total=self._step_seconds,
@@ -220,30 +222,56 @@ class StepEngine:
 
     def _update(self, step: ScheduledStep, result: StepResult) -> None:
         now_ns = time.time_ns()
-        token_ids, log_probs = result.token_ids.tolist(), result.log_probs.tolist()
-        for row, token_id, log_prob in zip(step.rows, token_ids, log_probs, strict=True):
+        speculation = result.speculation or (Speculation(),) * len(step.rows)
+        pairs = list(zip(step.rows, speculation, strict=True))
+        self._scheduler.commit(
+            step,
+            {row.request_key: len(more.token_ids) for row, more in pairs},
+            {row.request_key: len(more.draft_token_ids) for row, more in pairs},
+        )
+        firsts = zip(result.token_ids.tolist(), result.log_probs.tolist(), strict=True)
+        for (row, more), (token_id, log_prob) in zip(pairs, firsts, strict=True):
+            self._drafts += row.num_drafts
+            self._right_drafts += len(more.token_ids)
             if row.samples:
-                self._take_token(self._states[row.request_key], token_id, log_prob, now_ns)
+                state = self._states[row.request_key]
+                state.draft_token_ids = more.draft_token_ids
+                token_ids = (token_id, *more.token_ids)
+                self._take_tokens(state, token_ids, (log_prob, *more.log_probs), now_ns)
 
-    def _take_token(self, state: RequestState, token_id: int, log_prob: float, now_ns: int) -> None:
-        if token_id < 0:
-            error = RequestFailedError(
-                state.request.request_key,
-                "the model gave no finite logits, most likely an overflow; build the engine with "
-                "PRECISION=fp32, or bf16 where the target has it",
-            )
-            self._finish(state, FinishReason.ERROR, error=error)
-        elif state.ends_with(token_id):
-            self._finish(state, FinishReason.STOP)
-        else:
-            last = state.append(token_id, log_prob, now_ns)
-            self._tokens += 1
-            log_probs = (log_prob,) if state.request.sampling.return_log_probs else ()
-            if last:
-                self._finish(state, FinishReason.LENGTH, (token_id,), log_probs)
+    def _take_tokens(
+        self,
+        state: RequestState,
+        token_ids: tuple[int, ...],
+        log_probs: tuple[float, ...],
+        now_ns: int,
+    ) -> None:
+        """Give a request the tokens that a step drew, up to the one that ends it."""
+        kept, reason, error = 0, None, None
+        for token_id, log_prob in zip(token_ids, log_probs, strict=True):
+            if token_id < 0:
+                reason = FinishReason.ERROR
+                error = RequestFailedError(
+                    state.request.request_key,
+                    "the model gave no finite logits, most likely an overflow; build the engine "
+                    "with PRECISION=fp32, or bf16 where the target has it",
+                )
+            elif state.ends_with(token_id):
+                reason = FinishReason.STOP
             else:
-                progress = self._scheduler.progress(state.request.request_key)
-                self._outbox.append((state.emit, state.output(progress, (token_id,), log_probs)))
+                kept += 1
+                if state.append(token_id, log_prob, now_ns):
+                    reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        self._tokens += kept
+        token_ids = token_ids[:kept]
+        log_probs = log_probs[:kept] if state.request.sampling.return_log_probs else ()
+        if reason is not None:
+            self._finish(state, reason, token_ids, log_probs, error)
+        else:
+            progress = self._scheduler.progress(state.request.request_key)
+            self._outbox.append((state.emit, state.output(progress, token_ids, log_probs)))
 
     def _finish(
         self,

@@ -29,10 +29,11 @@ class RequestState:
         "_next_index",
         "_prompt_len",
         "_tokens",
-        "_uniform",
+        "_uniforms",
         "arrival_time_ns",
         "cum_log_prob",
         "deadline_ns",
+        "draft_token_ids",
         "emit",
         "first_scheduled_time_ns",
         "first_token_time_ns",
@@ -54,7 +55,8 @@ class RequestState:
         self._generator: np.random.Generator | None = None
         if not request.sampling.greedy:
             self._generator = np.random.Generator(np.random.Philox(request.sampling.seed))
-        self._uniform: float | None = None
+        self._uniforms: list[float] = []
+        self.draft_token_ids: tuple[int, ...] = ()  # guesses of the tokens after the last one
         self._next_index = 0
         self.num_output = 0
         self.cum_log_prob = 0.0
@@ -65,15 +67,32 @@ class RequestState:
 
     def step_row(self, row: ScheduledRow) -> StepRow:
         """Return what the runner computes for `row`; the arrays are views."""
+        end = row.context_len + row.num_tokens
+        token_ids = self._tokens[row.context_len : end]
+        if not row.samples:
+            next_token = int(self._tokens[end])
+            return StepRow(
+                row.request_key,
+                token_ids,
+                row.context_len,
+                row.block_table,
+                sampling=None,
+                next_token_id=next_token,
+            )
+        drafts = self.draft_token_ids[: row.num_drafts]
+        samplings = [self._sampling(drafts[:count]) for count in range(len(drafts) + 1)]
         return StepRow(
-            request_key=row.request_key,
-            token_ids=self._tokens[row.context_len : row.context_len + row.num_tokens],
-            context_len=row.context_len,
-            block_table=row.block_table,
-            sampling=self._sampling() if row.samples else None,
+            row.request_key,
+            token_ids,
+            row.context_len,
+            row.block_table,
+            sampling=samplings[0],
+            draft_token_ids=drafts,
+            draft_sampling=tuple(samplings[1:]),
         )
 
-    def _sampling(self) -> RowSampling:
+    def _sampling(self, drafts: tuple[int, ...]) -> RowSampling:
+        """How to draw the token after the known ones and `drafts`."""
         params = self.request.sampling
         prompt = output = _NO_TOKENS
         if params.penalized:
@@ -82,23 +101,28 @@ class RequestState:
                 self._tokens[: self._prompt_len],
                 self._tokens[self._prompt_len : known],
             )
-        ban = self.num_output < params.min_tokens
+            if drafts:
+                output = np.concatenate([output, np.array(drafts, np.int32)])
+        ban = self.num_output + len(drafts) < params.min_tokens
         return RowSampling(
             params=params,
-            uniform=self._next_uniform(),
+            uniform=self._uniform(len(drafts)),
             banned_id=self.request.end_id if ban else None,
             prompt_token_ids=prompt,
             output_token_ids=output,
             more_banned_ids=self.request.more_end_ids if ban else (),
         )
 
-    def _next_uniform(self) -> float:
-        """One number per output token: a step that is run again gets the same one."""
+    def _uniform(self, ahead: int) -> float:
+        """The number for the output token `ahead` of the next one: each token has its own.
+
+        So a step that is run again, or draws more than it keeps, changes nothing.
+        """
         if self._generator is None:
             return 0.0
-        if self._uniform is None:
-            self._uniform = self._generator.random()
-        return self._uniform
+        while len(self._uniforms) <= ahead:
+            self._uniforms.append(self._generator.random())
+        return self._uniforms[ahead]
 
     def ends_with(self, token_id: int) -> bool:
         """Whether `token_id` is an end id of this request."""
@@ -106,7 +130,7 @@ class RequestState:
 
     def append(self, token_id: int, log_prob: float, now_ns: int) -> bool:
         """Add an output token drawn at `now_ns` (time.time_ns()); return whether it is the last."""
-        self._uniform = None
+        del self._uniforms[:1]
         self._tokens[self._prompt_len + self.num_output] = token_id
         self.num_output += 1
         if self.request.sampling.return_log_probs:

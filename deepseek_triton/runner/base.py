@@ -37,6 +37,19 @@ class StepRow:
     context_len: int  # tokens already in the cache; token_ids[0] sits at this position
     block_table: NDArray[np.int32]  # [m] block ids; m · block_size ≥ context_len + n
     sampling: RowSampling | None  # None: a prefill chunk that is not the last; no token wanted
+    # The rest is for runners with a draft model alone.
+    draft_token_ids: tuple[int, ...] = ()  # [d] guesses of the tokens after token_ids
+    draft_sampling: tuple[RowSampling, ...] = ()  # [d] for the token after each draft, if it holds
+    next_token_id: int = -1  # the known token after token_ids when there is no sampling
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What drafts brought to one row of a step."""
+
+    token_ids: tuple[int, ...] = ()  # drawn after the row's first token: one for each right draft
+    log_probs: tuple[float, ...] = ()  # of these
+    draft_token_ids: tuple[int, ...] = ()  # guesses of the tokens after all of them
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,7 @@ class StepResult:
     log_probs: NDArray[
         np.float32
     ]  # [B] natural log-softmax of the unmodified logits; NaN unless asked
+    speculation: tuple[Speculation, ...] = ()  # [B], or empty from a runner without a draft model
 
 
 class ModelRunner(Protocol):
@@ -70,6 +84,9 @@ class ModelRunner(Protocol):
 
     def run(self, rows: tuple[StepRow, ...]) -> StepResult:
         """Compute KV of each row's tokens, write it into the pools, and sample where asked.
+
+        A draft is right if the token drawn in its place equals it; so drafts never change what a
+        request gets. Only rows of a runner that returned drafts have any.
 
         Rows may mix prefill chunks and decodes; the runner groups them as suits it. The result of a
         row depends on that row alone. Mutates the KV pools. Raises RequestFailedError when one row
