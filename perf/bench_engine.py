@@ -61,8 +61,9 @@ def measure_engine(engine_dir: Path, batch_size: int) -> dict[str, float]:
     from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
 
     runner = OnnxRuntimeRunner.load(engine_dir, num_blocks=256, num_threads=THREADS)
-    session = TimedSession(runner._session)
-    runner._session = session  # type: ignore[assignment]
+    model = runner._models[0]
+    session = TimedSession(model._session)
+    model._session = session  # type: ignore[assignment]
     engine = StepEngine(runner, SchedulerConfig(max_batch_size=16))
     tokens = [0] * batch_size
     for index, prompt in enumerate(prompts(batch_size, runner.vocab_size)):

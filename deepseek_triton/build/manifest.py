@@ -10,7 +10,7 @@ from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever an older engine directory can no longer be loaded."""
 
 MANIFEST_NAME = "manifest.json"
@@ -47,6 +47,7 @@ class Manifest:
     versions: dict[str, str]  # package → version that built the engine
     checkpoint: CheckpointOrigin
     model_file: str
+    draft_file: str | None  # the multi-token-prediction layer, if the engine has drafts
     tokenizer_files: tuple[str, ...]
     files: tuple[FileEntry, ...]  # all but manifest.json, ascending by name
 

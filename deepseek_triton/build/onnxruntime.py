@@ -29,6 +29,7 @@ from deepseek_triton.build.ort_functions import (
 )
 from deepseek_triton.errors import BuildError
 from deepseek_triton.export.functions import DOMAIN
+from deepseek_triton.export.portable import DRAFT_FILE
 
 INT64 = onnx.TensorProto.INT64
 _LAST = "last"  # the portable node that picks one hidden row for each row of the batch
@@ -39,16 +40,21 @@ _REPEAT_BELOW = 4
 
 
 def build(model_path: Path) -> None:
-    """Rewrite the portable model at `model_path` in place; its weights file stays as it is.
+    """Rewrite the portable model at `model_path`, and its draft if there is one, in place.
+
+    The weights file stays as it is.
 
     Raises:
         BuildError: the model is not a portable one.
     """
-    model = onnx.load_model(model_path, load_external_data=False)
-    rewrite(model)
-    # ONNX Runtime would inline the functions itself, but 1.23, the last for Python 3.10, checks
-    # shapes before that and finds none.
-    onnx.save_model(onnx.inliner.inline_local_functions(model), model_path)
+    for path in (model_path, model_path.with_name(DRAFT_FILE)):
+        if not path.is_file():
+            continue
+        model = onnx.load_model(path, load_external_data=False)
+        rewrite(model)
+        # ONNX Runtime would inline the functions itself, but 1.23, the last for Python 3.10, checks
+        # shapes before that and finds none.
+        onnx.save_model(onnx.inliner.inline_local_functions(model), path)
 
 
 def rewrite(model: onnx.ModelProto) -> None:

@@ -23,7 +23,7 @@ from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import CheckpointError, ConfigError, EngineMismatchError
 from deepseek_triton.export.functions import OPSET
-from deepseek_triton.export.portable import export_portable
+from deepseek_triton.export.portable import DRAFT_FILE, export_portable
 from deepseek_triton.export.precision import find_precision
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 
@@ -46,31 +46,37 @@ def build_engine(
     target: str = "onnxruntime",
     precision: str = "fp32",
     block_size: int = DEFAULT_BLOCK_SIZE,
+    draft: bool = False,
 ) -> Manifest:
     """Build the engine directory `engine_dir` from a Hugging Face checkpoint; return its manifest.
+
+    `draft` adds the checkpoint's multi-token-prediction layer, for speculative decoding.
 
     Weights stream from file to file, so memory stays near the largest tensor. An engine directory
     that exists already is replaced at the very end.
 
     Raises:
         CheckpointError: the checkpoint cannot be read or is not supported.
-        ConfigError: an unknown target or precision, or a block size out of range.
+        ConfigError: an unknown target or precision, a block size out of range, or a draft for a
+            target that has none.
         BuildError: `engine_dir` cannot be written.
     """
     checkpoint_dir = Path(checkpoint_dir)
     builder = find_target(target, precision)
     if not 1 <= block_size <= 1024:
         raise ConfigError(f"block_size: {block_size} is not in 1 ... 1024")
+    if draft and not builder.drafts:
+        raise ConfigError(f"DRAFT: {target} cannot use a draft model; leave it out")
     spec = read_model_spec(checkpoint_dir)
     reader = CheckpointReader(checkpoint_dir)
-    validate_checkpoint(reader, spec)
+    validate_checkpoint(reader, spec, draft=draft)
     if not (checkpoint_dir / TOKENIZER_FILES[0]).is_file():
         raise CheckpointError(
             f"{checkpoint_dir / TOKENIZER_FILES[0]}: not found; an engine cannot be served without"
         )
     with create_engine_dir(engine_dir) as folder:
         model_path = export_portable(
-            spec, reader, folder, precision=precision, block_size=block_size
+            spec, reader, folder, precision=precision, block_size=block_size, draft=draft
         )
         builder.build(model_path)
         tokenizer_files = _copy_tokenizer(checkpoint_dir, folder)
@@ -79,12 +85,13 @@ def build_engine(
             target=target,
             precision=precision,
             model=spec,
-            kv_cache=_kv_cache_spec(spec, precision, block_size),
+            kv_cache=_kv_cache_spec(spec, precision, block_size, draft),
             max_context_len=spec.max_position_embeddings,
             opset=OPSET,
             versions=builder.versions(),
             checkpoint=describe_checkpoint(checkpoint_dir),
             model_file=model_path.name,
+            draft_file=DRAFT_FILE if draft else None,
             tokenizer_files=tokenizer_files,
             files=describe_files(folder),
         )
@@ -100,6 +107,7 @@ def is_current(
     target: str = "onnxruntime",
     precision: str = "fp32",
     block_size: int = DEFAULT_BLOCK_SIZE,
+    draft: bool = False,
 ) -> bool:
     """Whether `engine_dir` is what build_engine would make again with these arguments.
 
@@ -112,6 +120,7 @@ def is_current(
     return (
         manifest.precision == precision
         and manifest.kv_cache.block_size == block_size
+        and (manifest.draft_file is not None) == draft
         and manifest.versions == find_target(target, precision).versions()
         and manifest.checkpoint == describe_checkpoint(checkpoint_dir)
     )
@@ -133,10 +142,10 @@ def describe_checkpoint(checkpoint_dir: Path) -> CheckpointOrigin:
     return CheckpointOrigin(folder.name, digest.hexdigest())
 
 
-def _kv_cache_spec(spec: ModelSpec, precision: str, block_size: int) -> KVCacheSpec:
+def _kv_cache_spec(spec: ModelSpec, precision: str, block_size: int, draft: bool) -> KVCacheSpec:
     dtype = np.dtype(find_precision(precision).dtype)
     return KVCacheSpec(
-        num_layers=spec.num_layers,
+        num_layers=spec.num_layers + draft,
         width=spec.attention.latent_width,
         block_size=block_size,
         dtype=dtype.name,

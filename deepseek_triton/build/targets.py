@@ -18,13 +18,14 @@ class Target:
     precisions: tuple[str, ...]
     runtime: str  # the distribution that runs the engine; its version is kept in the manifest
     build: Callable[[Path], None]  # rewrites the portable model at this path in place
+    drafts: bool = False  # whether its runner can use a draft model
 
     def versions(self) -> dict[str, str]:
         """Return the versions that shape an engine, by distribution."""
         return {name: version(name) for name in ("deepseek-triton", "onnx", self.runtime)}
 
 
-TARGETS = {"onnxruntime": Target(("fp32",), "onnxruntime", onnxruntime.build)}
+TARGETS = {"onnxruntime": Target(("fp32",), "onnxruntime", onnxruntime.build, drafts=True)}
 
 
 def find_target(name: str, precision: str) -> Target:

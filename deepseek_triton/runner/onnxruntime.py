@@ -1,31 +1,19 @@
-"""ModelRunner on ONNX Runtime's CPU kernels, with the KV pools written in place.
+"""ModelRunner on ONNX Runtime's CPU kernels, with speculative decoding where a draft is built in.
 
-    rows ──plan_calls──▶ calls (padded [B, S]) ──IOBinding──▶ session ──▶ logits ──▶ sampler
-                                                 ▲    │
-                                                 └────┘ pools: one buffer, bound as input and output
+    rows ──▶ model ──logits──▶ sampler ──▶ tokens ──▶ draft model ──▶ guesses for the next step
+               └──────────── hidden states ────────────┘
 
-The engine directory's model (build/onnxruntime.py) has these inputs; T = B · S:
-
-    input_ids     int32 [B, S]
-    positions     int32 [B, S]        −1 = padding
-    block_tables  int32 [B, M]
-    slot_mapping  int64 [T, 2]        (block, offset) that receives each token's KV row
-    logit_rows    int64 [R]           indices into T of the tokens whose logits are wanted
-    kv_pool.<l>   float [N, bs, W]    and kv_pool_out.<l>, the same buffer
-
-and the output `logits` float [R, V].
-
-Nothing of one row reaches another through the cache: padding tokens write to a scratch block that
-is never read, block tables are padded with blocks of the same row, and a block is zeroed beyond
-the written part when a row begins it, so that what its last owner left, NaN included, is gone.
-Nor do shapes reach a row: its logits are the same to the last bit alone or in company, in one chunk
-or in many (build/ort_functions.py and ort_shapes.py say how).
+A row's drafts run in the same call as its last known token. A token is drawn from each position's
+logits as it would be without drafts; a draft is right if that very token was drawn, and then the
+next position's token holds as well. So the tokens of a request are the same with and without drafts
+(the numbers too: see ort_model.py), for greedy and for random sampling. This is the acceptance of
+speculative decoding (arXiv 2211.17192) for a draft that is certain of its token.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +23,9 @@ from numpy.typing import NDArray
 from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir, mismatch
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
-from deepseek_triton.runner.base import StepResult, StepRow
-from deepseek_triton.runner.ort_plan import Piece, plan_calls
+from deepseek_triton.runner.base import Speculation, StepResult, StepRow
+from deepseek_triton.runner.ort_model import ModelRow, ModelShape, PagedModel
 from deepseek_triton.runner.ort_session import allocate_pools, available_cores, open_session
-from deepseek_triton.runner.ort_shapes import least_keys, padded_batch
 from deepseek_triton.runner.sampler import sample
 
 logger = logging.getLogger(__name__)
@@ -64,21 +51,28 @@ class OnnxRuntimeRunner:
             raise ConfigError(f"num_threads must be at least 0, not {num_threads}")
         manifest = engine.manifest
         _check_runtime(engine)
-        self._num_threads = num_threads or available_cores()
-        self._session: ort.InferenceSession | None = open_session(
-            engine.model_path, self._num_threads
-        )
-        self._vocab_size = manifest.model.vocab_size
-        self._num_heads = manifest.model.attention.num_heads
+        num_threads = num_threads or available_cores()
+        model = manifest.model
+        shape = ModelShape(model.vocab_size, model.hidden_size, model.attention.num_heads)
+        self._vocab_size = model.vocab_size
         self._spec = manifest.kv_cache
         self._num_blocks = num_blocks
-        self._pools = allocate_pools(self._spec, num_blocks + 1)  # the last one is for padding
-        self._binding = self._session.io_binding()
-        self._values = [ort.OrtValue.ortvalue_from_numpy(pool) for pool in self._pools]
-        for layer, value in enumerate(self._values):
-            self._binding.bind_ortvalue_input(f"kv_pool.{layer}", value)
-            self._binding.bind_ortvalue_output(f"kv_pool_out.{layer}", value)
-        self._logits: NDArray[np.float32] = np.empty((0, self._vocab_size), np.float32)
+        sessions = {engine.model_path: range(model.num_layers)}
+        if manifest.draft_file is not None:
+            draft_layers = range(model.num_layers, self._spec.num_layers)
+            sessions[engine.path / manifest.draft_file] = draft_layers
+        opened = [open_session(path, num_threads) for path in sessions]
+        pools = allocate_pools(self._spec, num_blocks + 1)  # the last block is for padding
+        self._models = [
+            PagedModel(
+                session,
+                shape,
+                self._spec,
+                {layer: pools[layer] for layer in layers},
+                num_threads=num_threads,
+            )
+            for session, layers in zip(opened, sessions.values(), strict=True)
+        ]
         logger.info(
             "loaded %s: %d KV blocks, %.1f MiB",
             engine.path,
@@ -109,106 +103,105 @@ class OnnxRuntimeRunner:
 
     def run(self, rows: tuple[StepRow, ...]) -> StepResult:
         """See ModelRunner.run."""
-        order, logits = self.forward(rows)
+        logits, places, hidden = self._models[0].forward([_model_row(row) for row in rows])
         token_ids = np.full(len(rows), -1, np.int32)
         log_probs = np.full(len(rows), np.nan, np.float32)
-        samplings = [s for index in order if (s := rows[index].sampling) is not None]
+        order = [place for row_places in places for place in row_places]
+        samplings = [
+            sampling
+            for row in rows
+            if row.sampling is not None
+            for sampling in (row.sampling, *row.draft_sampling)
+        ]
+        drawn: list[tuple[tuple[int, ...], tuple[float, ...]]] = [((), ())] * len(rows)
         if samplings:
-            token_ids[order], log_probs[order] = sample(logits, samplings)
-        return StepResult(token_ids, log_probs)
+            ids, probs = sample(logits[order], samplings)
+            drawn = list(_accept(rows, ids.tolist(), probs.tolist()))
+        for index, (row_ids, row_probs) in enumerate(drawn):
+            if row_ids:
+                token_ids[index], log_probs[index] = row_ids[0], row_probs[0]
+        if len(self._models) == 1:
+            return StepResult(token_ids, log_probs)
+        guesses = self._draft(rows, [row_ids for row_ids, _ in drawn], hidden)
+        speculation = tuple(
+            Speculation(row_ids[1:], row_probs[1:], guesses.get(index, ()))
+            for index, (row_ids, row_probs) in enumerate(drawn)
+        )
+        return StepResult(token_ids, log_probs, speculation)
 
     def forward(self, rows: Sequence[StepRow]) -> tuple[list[int], NDArray[np.float32]]:
-        """Run the model; return the indices of the sampling rows and their logits [n, V].
+        """Run the model alone; return the indices of the sampling rows and their logits [n, V].
 
         The logits are a view that the next call overwrites. Mutates the pools.
         """
-        order: list[int] = []
-        wanted = sum(row.sampling is not None for row in rows)
-        if wanted > len(self._logits):
-            self._logits = np.empty((wanted, self._vocab_size), np.float32)
-        self._clear_new_tails(rows)
-        for pieces in plan_calls(rows, num_heads=self._num_heads):
-            sampling = [
-                i for i, p in enumerate(pieces) if p.is_last and rows[p.row].sampling is not None
-            ]
-            begin = len(order)
-            order += [pieces[i].row for i in sampling]
-            self._call(rows, pieces, sampling, self._logits[begin : len(order)])
-        return order, self._logits[: len(order)]
+        logits, places, _ = self._models[0].forward([_model_row(row) for row in rows])
+        order = [index for index, row_places in enumerate(places) if row_places]
+        return order, logits[[places[index][-1] for index in order]]
 
     def close(self) -> None:
         """Free the model and the pools; idempotent."""
-        self._session = None
-        self._binding = None
-        self._values, self._pools = [], []
+        for model in self._models:
+            model.close()
 
-    def _call(
+    def _draft(
         self,
         rows: Sequence[StepRow],
-        pieces: tuple[Piece, ...],
-        sampling: list[int],
-        logits: NDArray[np.float32],
-    ) -> None:
-        """Run one call; write the logits of the pieces `sampling` into `logits` [R, V]."""
-        if self._session is None:
-            raise RuntimeError("the runner is closed")
-        for name, array in self._inputs(rows, pieces, sampling).items():
-            self._binding.bind_cpu_input(name, array)
-        self._binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self._session.run_with_iobinding(self._binding)
+        drawn: Sequence[tuple[int, ...]],
+        hidden: Sequence[NDArray[np.float32]],
+    ) -> dict[int, tuple[int, ...]]:
+        """Guess the token after the last one drawn in each row; mutates the draft's pool.
 
-    def _inputs(
-        self, rows: Sequence[StepRow], pieces: tuple[Piece, ...], sampling: list[int]
-    ) -> dict[str, NDArray[np.int32] | NDArray[np.int64]]:
-        block_size, count = self._spec.block_size, len(pieces)
-        length = pieces[0].length  # the planner puts the longest first
-        batch = padded_batch(
-            count,
-            length,
-            num_heads=self._num_heads,
-            width=self._spec.width,
-            num_threads=self._num_threads,
-        )
-        num_keys = max(least_keys(batch, self._num_threads), *(p.num_keys for p in pieces))
-        input_ids = np.zeros((batch, length), np.int32)
-        tables = np.empty((batch, self._spec.blocks_for(num_keys)), np.int32)
-        for i, piece in enumerate(pieces):
-            row = rows[piece.row]
-            input_ids[i, : piece.length] = row.token_ids[piece.start : piece.start + piece.length]
-            used = self._spec.blocks_for(piece.num_keys)
-            tables[i, :used] = row.block_table[:used]
-            tables[i, used:] = row.block_table[0]
-        input_ids[count:], tables[count:] = input_ids[0], tables[0]
-        copied = [*pieces, *pieces[:1] * (batch - count)]
-        lengths = np.array([p.length for p in copied])[:, None]
-        context_lens = np.array([p.context_len for p in copied])[:, None]
-        offsets = np.arange(length)
-        positions = np.where(offsets < lengths, context_lens + offsets, -1)
-        # Padding and copies write into the scratch block.
-        written = (positions >= 0) & (np.arange(batch) < count)[:, None]
-        blocks = np.take_along_axis(tables, np.maximum(positions, 0) // block_size, axis=1)
-        blocks = np.where(written, blocks, self._num_blocks)
-        slots = np.stack([blocks, positions % block_size], axis=-1).reshape(-1, 2)
+        The draft model reads a row's hidden states beside the tokens that follow them, so it runs
+        over prompts too, and stops before a token that could not be drawn.
+        """
+        indices, inputs = [], []
+        for index, (row, token_ids) in enumerate(zip(rows, drawn, strict=True)):
+            following = token_ids if row.sampling is not None else (row.next_token_id,)
+            if following[-1] < 0:
+                continue
+            ids = np.concatenate([row.token_ids[1:], np.array(following, np.int32)])
+            states = hidden[index][: len(ids)]
+            wanted = int(row.sampling is not None)
+            inputs.append(ModelRow(ids, row.context_len, row.block_table, wanted, states))
+            indices.append(index)
+        if not inputs:
+            return {}
+        logits, places, _ = self._models[1].forward(inputs)
+        best = logits.argmax(axis=1).tolist()
         return {
-            "input_ids": input_ids,
-            "positions": positions.astype(np.int32),
-            "block_tables": tables,
-            "slot_mapping": slots.astype(np.int64),
-            "logit_rows": np.array([i * length + pieces[i].length - 1 for i in sampling], np.int64),
+            index: (best[row_places[0]],)
+            for index, row_places in zip(indices, places, strict=True)
+            if row_places
         }
 
-    def _clear_new_tails(self, rows: Sequence[StepRow]) -> None:
-        """Zero each block that a row begins in this step and does not fill."""
-        block_size = self._spec.block_size
-        begun = []
-        for row in rows:
-            end = row.context_len + len(row.token_ids)
-            last = (end - 1) // block_size
-            if last * block_size >= row.context_len and end % block_size:
-                begun.append(row.block_table[last])
-        if begun:
-            for pool in self._pools:
-                pool[begun] = 0
+
+def _model_row(row: StepRow) -> ModelRow:
+    ids = row.token_ids
+    if row.draft_token_ids:
+        ids = np.concatenate([ids, np.array(row.draft_token_ids, np.int32)])
+    wanted = 0 if row.sampling is None else 1 + len(row.draft_token_ids)
+    return ModelRow(ids, row.context_len, row.block_table, wanted)
+
+
+def _accept(
+    rows: Sequence[StepRow], token_ids: list[int], log_probs: list[float]
+) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Yield each row's tokens and log probs up to the first that is not what the draft said.
+
+    `token_ids` and `log_probs` hold 1 + d values for each sampling row with d drafts.
+    """
+    begin = 0
+    for row in rows:
+        if row.sampling is None:
+            yield (), ()
+            continue
+        drafts = row.draft_token_ids
+        right = 0
+        while right < len(drafts) and token_ids[begin + right] == drafts[right]:
+            right += 1
+        kept = slice(begin, begin + right + 1)
+        yield tuple(token_ids[kept]), tuple(log_probs[kept])
+        begin += 1 + len(drafts)
 
 
 def _check_runtime(engine: EngineDir) -> None:

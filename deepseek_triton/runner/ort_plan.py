@@ -17,14 +17,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from deepseek_triton.runner.base import StepRow
+import numpy as np
+from numpy.typing import NDArray
 
 _CALL_COST = 8.0
 _KEYS_PER_TOKEN = 1024.0
 _GATHER_COST = 4.0
 MAX_SCORES = 32 << 20
 """Most attention scores (heads · B · S · L) of one layer in one call: 128 MiB in float32."""
+
+
+class Row(Protocol):
+    """What the plan depends on."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """[n ≥ 1] tokens to compute."""
+
+    @property
+    def context_len(self) -> int:
+        """Tokens in the cache before the first one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,6 @@ class Piece:
     start: int  # index of the first token in the row's token_ids
     length: int  # tokens
     context_len: int  # tokens in the cache before the first one
-    is_last: bool  # holds the row's last token
 
     @property
     def num_keys(self) -> int:
@@ -44,7 +57,7 @@ class Piece:
 
 
 def plan_calls(
-    rows: Sequence[StepRow], *, num_heads: int, max_scores: int = MAX_SCORES
+    rows: Sequence[Row], *, num_heads: int, max_scores: int = MAX_SCORES
 ) -> list[tuple[Piece, ...]]:
     """Return the calls of a step in order; the pieces of a row are in different calls, in order.
 
@@ -57,7 +70,7 @@ def plan_calls(
     return calls
 
 
-def _pieces(index: int, row: StepRow, max_pairs: int) -> Iterator[Piece]:
+def _pieces(index: int, row: Row, max_pairs: int) -> Iterator[Piece]:
     """Cut a row so that length · num_keys ≤ max_pairs, or length is 1."""
     start, total = 0, len(row.token_ids)
     while start < total:
@@ -65,7 +78,7 @@ def _pieces(index: int, row: StepRow, max_pairs: int) -> Iterator[Piece]:
         length = total - start
         while length > 1 and length * (context_len + length) > max_pairs:
             length = -(-length // 2)
-        yield Piece(index, start, length, context_len, start + length == total)
+        yield Piece(index, start, length, context_len)
         start += length
 
 

@@ -60,6 +60,7 @@ def _write_engine(folder: Path) -> Manifest:
         versions={"onnxruntime": "1.2.3"},
         checkpoint=CheckpointOrigin("tiny", "00"),
         model_file="model.onnx",
+        draft_file=None,
         tokenizer_files=(),
         files=describe_files(folder),
     )

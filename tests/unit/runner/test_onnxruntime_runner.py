@@ -16,7 +16,7 @@ from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.request import RequestKey, SamplingParams
 from deepseek_triton.runner import onnxruntime as module
-from deepseek_triton.runner import ort_session
+from deepseek_triton.runner import ort_model, ort_session
 from deepseek_triton.runner.base import RowSampling, StepRow
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
 from deepseek_triton.runner.ort_plan import plan_calls
@@ -104,7 +104,7 @@ def test_a_chunk_cut_for_memory_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cut = partial(plan_calls, max_scores=1000)
-    monkeypatch.setattr(module, "plan_calls", cut)
+    monkeypatch.setattr(ort_model, "plan_calls", cut)
     rows = [row(p, t) for p, t in zip(PROMPTS, TABLES, strict=True)]
     assert len(cut(rows, num_heads=4)) > 3
     np.testing.assert_array_equal(logits_of(runner, *rows), expected)
@@ -140,10 +140,10 @@ def test_only_the_slots_of_a_row_are_written(runner: OnnxRuntimeRunner) -> None:
     rows = [row(PROMPTS[0], [3], 0, 3), row(PROMPTS[2], [2], 0, 9), row(PROMPTS[1], [11, 0, 7])]
     calls = plan_calls(rows, num_heads=4)
     assert {p.row for p in calls[1]} == {0, 1}  # so that row 0 is padded
-    for pool in runner._pools:
+    for pool in runner._models[0]._pools:
         pool[:] = 7.0
     runner.forward(rows)
-    for pool in runner._pools:
+    for pool in runner._models[0]._pools:
         others = [b for b in range(NUM_BLOCKS) if b not in (3, 2, 11, 0, 7)]
         assert (pool[others] == 7.0).all()
         assert (pool[[11, 0]] != 7.0).any(axis=-1).all()
@@ -155,7 +155,7 @@ def test_only_the_slots_of_a_row_are_written(runner: OnnxRuntimeRunner) -> None:
 def test_what_the_last_owner_left_in_a_block_is_gone(
     runner: OnnxRuntimeRunner, expected: NDArray[np.float32]
 ) -> None:
-    for pool in runner._pools:
+    for pool in runner._models[0]._pools:
         pool[:] = np.nan
     rows = [row(p, t) for p, t in zip(PROMPTS, TABLES, strict=True)]
     np.testing.assert_array_equal(logits_of(runner, *rows), expected)
@@ -166,7 +166,7 @@ def test_a_row_without_finite_logits_gets_no_token_and_harms_no_other(
 ) -> None:
     chunks = [row(p, t, 0, -1, None) for p, t in zip(PROMPTS, TABLES, strict=True)]
     runner.forward(chunks)
-    runner._pools[0][TABLES[1][0], 5] = np.inf
+    runner._models[0]._pools[0][TABLES[1][0], 5] = np.inf
     last = tuple(row(p, t, len(p) - 1) for p, t in zip(PROMPTS, TABLES, strict=True))
     result = runner.run(last)
     best = expected.argmax(axis=1).tolist()

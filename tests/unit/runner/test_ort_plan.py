@@ -41,7 +41,6 @@ def test_a_row_with_too_many_scores_is_cut() -> None:
     calls = plan_calls([row(100, 50)], num_heads=2, max_scores=2 * 25 * 100)
     pieces = [piece for call in calls for piece in call]
     assert len(pieces) > 1
-    assert [p.is_last for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert all(p.length * p.num_keys <= 2500 for p in pieces)
 
 
@@ -65,5 +64,4 @@ def test_every_token_runs_once_in_order_and_within_the_limit(
             assert piece.start == done[piece.row]
             assert piece.context_len == rows[piece.row].context_len + piece.start
             done[piece.row] += piece.length
-            assert piece.is_last == (done[piece.row] == len(rows[piece.row].token_ids))
     assert done == [length for length, _ in shapes]

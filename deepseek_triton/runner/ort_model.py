@@ -1,0 +1,214 @@
+"""One model file in ONNX Runtime, with its KV pools written in place.
+
+The engine directory's models (build/onnxruntime.py) have these inputs; T = B · S:
+
+    input_ids     int32 [B, S]
+    positions     int32 [B, S]        −1 = padding
+    block_tables  int32 [B, M]
+    slot_mapping  int64 [T, 2]        (block, offset) that receives each token's KV row
+    logit_rows    int64 [R]           indices into T of the tokens whose logits are wanted
+    kv_pool.<l>   float [N, bs, W]    and kv_pool_out.<l>, the same buffer
+    hidden        float [T, D]        of a draft model alone (export/mtp.py)
+
+and the output `logits` float [R, V]; with a draft beside it, the model also gives `hidden` [T, D].
+
+Nothing of one row reaches another through the cache: padding tokens write to a scratch block that
+is never read, block tables are padded with blocks of the same row, and a block is zeroed beyond
+the written part when a row begins it, so that what its last owner left, NaN included, is gone.
+Nor do shapes reach a row: its logits are the same to the last bit alone or in company, in one chunk
+or in many (build/ort_functions.py and ort_shapes.py say how).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from deepseek_triton.kv_cache.spec import KVCacheSpec
+from deepseek_triton.runner.ort_plan import Piece, plan_calls
+from deepseek_triton.runner.ort_shapes import least_keys, padded_batch
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One request's share of a call of a model."""
+
+    token_ids: NDArray[np.int32]  # [n ≥ 1]
+    context_len: int  # tokens in the cache before the first one
+    block_table: NDArray[np.int32]  # [m]
+    num_logits: int  # how many of the last tokens have their logits computed
+    hidden: NDArray[np.float32] | None = None  # [n, D] for a draft model
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes that a call needs to know."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+
+
+class PagedModel:
+    """A session and the pools that it writes. Not thread-safe."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        shape: ModelShape,
+        spec: KVCacheSpec,
+        pools: dict[int, NDArray[np.float32]],
+        *,
+        num_threads: int,
+    ) -> None:
+        """`pools` [num_blocks + 1, block_size, width] by layer; the last block is scratch."""
+        self._session: ort.InferenceSession | None = session
+        self._shape, self._spec = shape, spec
+        self._num_threads = num_threads
+        self._pools = list(pools.values())
+        self._scratch = len(self._pools[0]) - 1
+        self._binding = session.io_binding()
+        self._values = [ort.OrtValue.ortvalue_from_numpy(pool) for pool in self._pools]
+        for layer, value in zip(pools, self._values, strict=True):
+            self._binding.bind_ortvalue_input(f"kv_pool.{layer}", value)
+            self._binding.bind_ortvalue_output(f"kv_pool_out.{layer}", value)
+        self._gives_hidden = "hidden" in {output.name for output in session.get_outputs()}
+        self._logits: NDArray[np.float32] = np.empty((0, shape.vocab_size), np.float32)
+
+    def forward(
+        self, rows: Sequence[ModelRow]
+    ) -> tuple[NDArray[np.float32], list[list[int]], list[NDArray[np.float32]]]:
+        """Run the model; mutates the pools.
+
+        Returns logits [R, V], a view that the next call overwrites; for each row the indices into
+        them, in the order of its tokens; and for each row its hidden states [n, D], if the model
+        gives them.
+        """
+        wanted = sum(row.num_logits for row in rows)
+        if wanted > len(self._logits):
+            self._logits = np.empty((wanted, self._shape.vocab_size), np.float32)
+        self._clear_new_tails(rows)
+        places: list[list[int]] = [[] for _ in rows]
+        hidden: list[NDArray[np.float32]] = []
+        if self._gives_hidden:
+            sizes = [(len(row.token_ids), self._shape.hidden_size) for row in rows]
+            hidden = [np.empty(size, np.float32) for size in sizes]
+        begin = 0
+        for pieces in plan_calls(rows, num_heads=self._shape.num_heads):
+            length = pieces[0].length  # the planner puts the longest first
+            logit_rows: list[int] = []
+            for i, piece in enumerate(pieces):
+                first = len(rows[piece.row].token_ids) - rows[piece.row].num_logits - piece.start
+                tokens = range(max(first, 0), piece.length)
+                places[piece.row] += range(
+                    begin + len(logit_rows), begin + len(logit_rows) + len(tokens)
+                )
+                logit_rows += [i * length + token for token in tokens]
+            end = begin + len(logit_rows)
+            given = self._call(rows, pieces, logit_rows, self._logits[begin:end])
+            if given is not None:
+                for piece, states in zip(pieces, given, strict=False):
+                    stop = piece.start + piece.length
+                    hidden[piece.row][piece.start : stop] = states[: piece.length]
+            begin = end
+        return self._logits[:begin], places, hidden
+
+    def close(self) -> None:
+        """Free the session and the pools; idempotent."""
+        self._session = None
+        self._binding = None
+        self._values, self._pools = [], []
+
+    def _call(
+        self,
+        rows: Sequence[ModelRow],
+        pieces: tuple[Piece, ...],
+        logit_rows: list[int],
+        logits: NDArray[np.float32],
+    ) -> NDArray[np.float32] | None:
+        """Run one call; write `logits` [R, V]; return the hidden states [B, S, D] if there are."""
+        if self._session is None:
+            raise RuntimeError("the runner is closed")
+        inputs = self._inputs(rows, pieces)
+        inputs["logit_rows"] = np.array(logit_rows, np.int64)
+        for name, array in inputs.items():
+            self._binding.bind_cpu_input(name, array)
+        binding, real = self._binding, np.float32
+        binding.bind_output("logits", "cpu", 0, real, logits.shape, logits.ctypes.data)
+        hidden = None
+        if self._gives_hidden:
+            batch, length = inputs["input_ids"].shape
+            hidden = np.empty((batch, length, self._shape.hidden_size), real)
+            shape = (batch * length, self._shape.hidden_size)
+            binding.bind_output("hidden", "cpu", 0, real, shape, hidden.ctypes.data)
+        self._session.run_with_iobinding(binding)
+        return hidden
+
+    def _inputs(
+        self, rows: Sequence[ModelRow], pieces: tuple[Piece, ...]
+    ) -> dict[str, NDArray[np.generic]]:
+        block_size, count = self._spec.block_size, len(pieces)
+        length = pieces[0].length
+        batch = padded_batch(
+            count,
+            length,
+            num_heads=self._shape.num_heads,
+            width=self._spec.width,
+            num_threads=self._num_threads,
+        )
+        num_keys = max(least_keys(batch, self._num_threads), *(p.num_keys for p in pieces))
+        input_ids = np.zeros((batch, length), np.int32)
+        tables = np.empty((batch, self._spec.blocks_for(num_keys)), np.int32)
+        for i, piece in enumerate(pieces):
+            row = rows[piece.row]
+            input_ids[i, : piece.length] = row.token_ids[piece.start : piece.start + piece.length]
+            used = self._spec.blocks_for(piece.num_keys)
+            tables[i, :used] = row.block_table[:used]
+            tables[i, used:] = row.block_table[0]
+        input_ids[count:], tables[count:] = input_ids[0], tables[0]
+        copied = [*pieces, *pieces[:1] * (batch - count)]
+        lengths = np.array([p.length for p in copied])[:, None]
+        context_lens = np.array([p.context_len for p in copied])[:, None]
+        offsets = np.arange(length)
+        positions = np.where(offsets < lengths, context_lens + offsets, -1)
+        # Padding and copies write into the scratch block.
+        written = (positions >= 0) & (np.arange(batch) < count)[:, None]
+        blocks = np.take_along_axis(tables, np.maximum(positions, 0) // block_size, axis=1)
+        blocks = np.where(written, blocks, self._scratch)
+        slots = np.stack([blocks, positions % block_size], axis=-1).reshape(-1, 2)
+        inputs: dict[str, NDArray[np.generic]] = {
+            "input_ids": input_ids,
+            "positions": positions.astype(np.int32),
+            "block_tables": tables,
+            "slot_mapping": slots.astype(np.int64),
+        }
+        if rows[0].hidden is not None:
+            inputs["hidden"] = self._hidden(rows, copied, batch, length)
+        return inputs
+
+    def _hidden(
+        self, rows: Sequence[ModelRow], pieces: Sequence[Piece], batch: int, length: int
+    ) -> NDArray[np.generic]:
+        padded = np.zeros((batch, length, self._shape.hidden_size), np.float32)
+        for i, piece in enumerate(pieces):
+            given = rows[piece.row].hidden
+            if given is not None:
+                padded[i, : piece.length] = given[piece.start : piece.start + piece.length]
+        return padded.reshape(batch * length, -1)
+
+    def _clear_new_tails(self, rows: Sequence[ModelRow]) -> None:
+        """Zero each block that a row begins in this step and does not fill."""
+        block_size = self._spec.block_size
+        begun = []
+        for row in rows:
+            end = row.context_len + len(row.token_ids)
+            last = (end - 1) // block_size
+            if last * block_size >= row.context_len and end % block_size:
+                begun.append(row.block_table[last])
+        if begun:
+            for pool in self._pools:
+                pool[begun] = 0
