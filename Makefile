@@ -9,13 +9,14 @@ BIN    := $(VENV)/bin
 SEED   ?= 0
 PRECISION ?= fp32
 TARGET ?= onnxruntime
+DRAFT ?=
 # Not taken from the environment: some shells set HOST to the machine's name.
 HOST := 127.0.0.1
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 # Recipes read what the user gave from the environment, where no quote or space can break them.
-export OUT CHECKPOINT ENGINE PRECISION TARGET ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT
+export OUT CHECKPOINT ENGINE PRECISION TARGET DRAFT ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT
 
 .PHONY: help setup setup-test demo checkpoint engine serve check test perf-smoke clean
 
@@ -47,8 +48,8 @@ demo: setup ## [ARCH=v2-lite|v2|v3]: build an engine, serve it, stream one compl
 checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3] [SEED=0]: write a small random checkpoint
 	@$(BIN)/python build_scripts/make_checkpoint.py --out "$$OUT" --arch "$${ARCH:-v2-lite}" --seed "$$SEED"
 
-engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime]: build an engine directory
-	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET"
+engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime] [DRAFT=mtp]: build an engine directory
+	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET" --draft "$$DRAFT"
 
 serve: setup ## ENGINE=dir or CHECKPOINT=dir [HOST=127.0.0.1] [HTTP_PORT=8000] [GRPC_PORT=8001] [METRICS_PORT=8002]: serve in the foreground
 	@exec $(BIN)/python -m deepseek_triton.server --engine "$$ENGINE" --checkpoint "$$CHECKPOINT" \

@@ -25,6 +25,12 @@ def main() -> int:
     parser.add_argument("--precision", default="fp32", help="default: %(default)s")
     parser.add_argument("--target", default="onnxruntime", help=f"one of {', '.join(TARGETS)}")
     parser.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE, help="tokens")
+    parser.add_argument(
+        "--draft",
+        default="",
+        choices=["", "mtp"],
+        help="mtp: speculative decoding with the checkpoint's multi-token-prediction layer",
+    )
     args = parser.parse_args()
     if not args.checkpoint or not args.engine:
         print("usage: make engine CHECKPOINT=<folder> ENGINE=<folder>", file=sys.stderr)
@@ -40,6 +46,7 @@ def main() -> int:
             target=args.target,
             precision=args.precision,
             block_size=args.block_size,
+            draft=args.draft == "mtp",
         )
     except DeepseekTritonError as error:
         print(f"error: {error}", file=sys.stderr)

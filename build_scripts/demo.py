@@ -55,7 +55,7 @@ def prepare(folder: Path, arch: str) -> Path:
             f"1. checkpoint  {_shown(checkpoint)}: DeepSeek-V3 in small, knows Python", flush=True
         )
     print(f"2. engine      {_shown(engine)}", flush=True)
-    built = ensure_engine(checkpoint, engine)
+    built = ensure_engine(checkpoint, engine, draft=not arch)
     print("               built" if built else "               kept from an earlier run")
     return engine
 

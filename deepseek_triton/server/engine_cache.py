@@ -25,7 +25,7 @@ def cached_engine_path(checkpoint: Path) -> Path:
     return Path(root) / "deepseek-triton" / "engines" / f"{checkpoint.name}-{digest}"
 
 
-def ensure_engine(checkpoint: Path, engine_dir: Path) -> bool:
+def ensure_engine(checkpoint: Path, engine_dir: Path, *, draft: bool = False) -> bool:
     """Build `engine_dir` from `checkpoint` unless it is that already; return whether it built.
 
     Raises:
@@ -33,10 +33,10 @@ def ensure_engine(checkpoint: Path, engine_dir: Path) -> bool:
             the engine is at fault.
     """
     find_config(checkpoint)
-    if is_current(engine_dir, checkpoint):
+    if is_current(engine_dir, checkpoint, draft=draft):
         logger.info("engine %s is up to date", engine_dir)
         return False
     Tokenizer.load(checkpoint)  # before the long part: serving needs it
     logger.info("building engine %s from %s", engine_dir, checkpoint)
-    build_engine(checkpoint, engine_dir)
+    build_engine(checkpoint, engine_dir, draft=draft)
     return True
