@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from deepseek_triton.build.pipeline import DEFAULT_BLOCK_SIZE, build_engine
+from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.build.targets import TARGETS
 from deepseek_triton.checkpoint.config import find_config
 from deepseek_triton.errors import DeepseekTritonError
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--engine", required=True, help="folder to make or to replace")
     parser.add_argument("--precision", default="fp32", help="default: %(default)s")
     parser.add_argument("--target", default="onnxruntime", help=f"one of {', '.join(TARGETS)}")
-    parser.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE, help="tokens")
+    parser.add_argument("--block-size", type=int, help="tokens; default: the target's")
     parser.add_argument(
         "--draft",
         default="",

@@ -29,7 +29,6 @@ from deepseek_triton.kv_cache.spec import KVCacheSpec
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BLOCK_SIZE = 16
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,7 +44,7 @@ def build_engine(
     *,
     target: str = "onnxruntime",
     precision: str = "fp32",
-    block_size: int = DEFAULT_BLOCK_SIZE,
+    block_size: int | None = None,
     draft: bool = False,
 ) -> Manifest:
     """Build the engine directory `engine_dir` from a Hugging Face checkpoint; return its manifest.
@@ -63,6 +62,7 @@ def build_engine(
     """
     checkpoint_dir = Path(checkpoint_dir)
     builder = find_target(target, precision)
+    block_size = builder.block_size if block_size is None else block_size
     if not 1 <= block_size <= 1024:
         raise ConfigError(f"block_size: {block_size} is not in 1 ... 1024")
     if draft and not builder.drafts:
@@ -106,22 +106,23 @@ def is_current(
     *,
     target: str = "onnxruntime",
     precision: str = "fp32",
-    block_size: int = DEFAULT_BLOCK_SIZE,
+    block_size: int | None = None,
     draft: bool = False,
 ) -> bool:
     """Whether `engine_dir` is what build_engine would make again with these arguments.
 
     Contents of the engine's files are not verified (load_engine_dir does that).
     """
+    builder = find_target(target, precision)
     try:
         manifest = load_engine_dir(engine_dir, target=target, verify_contents=False).manifest
     except EngineMismatchError:
         return False
     return (
         manifest.precision == precision
-        and manifest.kv_cache.block_size == block_size
+        and manifest.kv_cache.block_size == (block_size or builder.block_size)
         and (manifest.draft_file is not None) == draft
-        and manifest.versions == find_target(target, precision).versions()
+        and manifest.versions == builder.versions()
         and manifest.checkpoint == describe_checkpoint(checkpoint_dir)
     )
 

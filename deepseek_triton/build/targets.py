@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from deepseek_triton.build import onnxruntime
+from deepseek_triton.build import cuda, onnxruntime
 from deepseek_triton.errors import ConfigError
 
 
@@ -19,13 +19,18 @@ class Target:
     runtime: str  # the distribution that runs the engine; its version is kept in the manifest
     build: Callable[[Path], None]  # rewrites the portable model at this path in place
     drafts: bool = False  # whether its runner can use a draft model
+    block_size: int = 16  # tokens in a KV block unless the caller says otherwise
 
     def versions(self) -> dict[str, str]:
         """Return the versions that shape an engine, by distribution."""
         return {name: version(name) for name in ("deepseek-triton", "onnx", self.runtime)}
 
 
-TARGETS = {"onnxruntime": Target(("fp32",), "onnxruntime", onnxruntime.build, drafts=True)}
+TARGETS = {
+    "onnxruntime": Target(("fp32",), "onnxruntime", onnxruntime.build, drafts=True),
+    # The engine is the portable model itself: no version of PyTorch shapes it.
+    "cuda": Target(("fp32", "fp16", "bf16"), "onnx", cuda.build, block_size=cuda.BLOCK_SIZE),
+}
 
 
 def find_target(name: str, precision: str) -> Target:

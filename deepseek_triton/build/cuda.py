@@ -1,0 +1,46 @@
+"""Target "cuda": the portable model as it is, `deepseek.*` calls and weights file untouched.
+
+The runner maps each call to a kernel, so there is nothing to rewrite; what is checked here is that
+it will find one for every call.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+from deepseek_triton.errors import BuildError
+from deepseek_triton.export.functions import DOMAIN
+
+BLOCK_SIZE = 64
+"""Tokens in a KV block: what one step of the attention kernels reads."""
+
+OPERATORS = frozenset(
+    {
+        *("Add", "Cast", "Concat", "Gather", "Identity", "Reshape", "Split"),
+        *("Linear", "LinearBias", "LinearInt4", "SwiGLU", "RMSNorm", "RotaryAngles"),
+        *("LatentAttention", "GroupedQueryAttention", "Experts", "ExpertsInt4"),
+        *("RouteSoftmax", "RouteSoftmaxGrouped", "RouteSigmoid", "RouteSigmoidGrouped"),
+    }
+)
+"""What the runner executes."""
+
+# Masks and the choice of the last rows, which a runner of packed rows does in its own way.
+_REPLACED = frozenset({"AttentionMask", "Shape", "Unsqueeze", "GatherND"})
+
+
+def build(model_path: Path) -> None:
+    """Check that the portable model at `model_path` calls only what the runner executes.
+
+    Raises:
+        BuildError: it calls something else.
+    """
+    model = onnx.load_model(model_path, load_external_data=False)
+    for node in model.graph.node:
+        known = node.op_type in OPERATORS or node.op_type in _REPLACED
+        if not known or node.domain not in ("", DOMAIN):
+            raise BuildError(
+                f"{node.name}: the cuda target does not run {node.op_type}; "
+                "build with TARGET=onnxruntime or tensorrt"
+            )

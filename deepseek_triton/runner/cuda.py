@@ -1,0 +1,196 @@
+"""ModelRunner on an NVIDIA GPU: the portable model with a kernel for each of its functions.
+
+    rows ─┬─ one token each ──▶ CUDA graph of the bucket (cuda_graphs.py) ─┐
+          └─ the others ──▶ packed without padding, call by call ──────────┴─▶ sampled on the device
+
+Prefill is not captured: a chunk has any length, and its kernels are long enough to hide launching
+them. Its tokens are packed one row after another, and its attention is not the absorbed form:
+keys and values of all heads are expanded from the latent rows, which costs memory traffic once but
+3.4 times fewer operations for each pair of tokens (192 + 128 rather than 576 + 512 numbers).
+
+Determinism: the same rows in the same order give the same bits. A row alone and in company may
+differ in the last bits, since kernels split their sums by the shape of the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir, mismatch
+from deepseek_triton.errors import ConfigError, EngineMismatchError
+from deepseek_triton.kv_cache.spec import KVCacheSpec
+from deepseek_triton.runner.base import StepResult, StepRow
+from deepseek_triton.runner.cuda_batch import PrefillArrays
+from deepseek_triton.runner.cuda_device import allocate_pools, free_memory, open_device
+from deepseek_triton.runner.cuda_graphs import DecodeBuckets
+from deepseek_triton.runner.cuda_model import CudaModel
+from deepseek_triton.runner.cuda_operators import prepare
+from deepseek_triton.runner.cuda_program import Program, read_program
+from deepseek_triton.runner.cuda_sampling import asks_for_more, choose, greedy, unpack
+from deepseek_triton.runner.cuda_step import Prefill, Step
+
+logger = logging.getLogger(__name__)
+
+TARGET = "cuda"
+
+
+class CudaRunner:
+    """Runs an engine directory built for the target "cuda"; implements ModelRunner."""
+
+    def __init__(
+        self,
+        engine: EngineDir,
+        *,
+        num_blocks: int | Callable[[int], int],
+        max_batch_size: int = 16,
+        max_context_len: int = 0,
+        device: str = "cuda",
+        use_graphs: bool = True,
+    ) -> None:
+        """Load the weights, allocate the pools, capture the graphs.
+
+        `num_blocks` may be a function of the bytes that are free once the weights are loaded.
+        `max_batch_size` and `max_context_len` (0: the engine's own) bound what decode rows may be.
+        `device` "cpu" runs everything in plain PyTorch.
+
+        Raises:
+            EngineMismatchError: the engine is for another target or cannot be run by this version.
+            ConfigError: the device is missing or too old, or its memory does not suffice.
+        """
+        manifest = engine.manifest
+        if manifest.target != TARGET:
+            raise EngineMismatchError(
+                mismatch(engine.path, f"built for {manifest.target!r}, not for {TARGET!r}")
+            )
+        self._device = open_device(device)
+        self._spec = manifest.kv_cache
+        self._vocab_size = manifest.model.vocab_size
+        program = read_program(engine.model_path)
+        plan = prepare(program, self._device, manifest.precision)
+        self._model: CudaModel | None = CudaModel(plan.program, plan.weights, plan.operators)
+        count = num_blocks if isinstance(num_blocks, int) else num_blocks(free_memory(self._device))
+        if count < 1:
+            raise ConfigError(f"num_blocks must be at least 1, not {count}")
+        self._num_blocks = count
+        self._pools = allocate_pools(self._spec, _pool_names(program), count, self._device)
+        self._decoder: DecodeBuckets | None = DecodeBuckets(
+            self._model.forward,
+            greedy,
+            self._pools,
+            max_batch=max_batch_size,
+            max_context_len=max_context_len or manifest.max_context_len,
+            device=self._device,
+            capture=use_graphs and self._device.type == "cuda",
+        )
+        logger.info(
+            "loaded %s on %s: %d KV blocks, %.1f MiB",
+            engine.path,
+            self._device,
+            count,
+            self._spec.bytes_per_block * count / 2**20,
+        )
+
+    @classmethod
+    def load(cls, path: Path, *, num_blocks: int, device: str = "cuda") -> CudaRunner:
+        """Verify the engine directory `path` and load it."""
+        return cls(load_engine_dir(path, target=TARGET), num_blocks=num_blocks, device=device)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+        return self._vocab_size
+
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """Geometry of the pools."""
+        return self._spec
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the scheduler may hand out: ids 0 … num_blocks − 1."""
+        return self._num_blocks
+
+    def run(self, rows: tuple[StepRow, ...]) -> StepResult:
+        """See ModelRunner.run."""
+        token_ids = np.full(len(rows), -1, np.int32)
+        log_probs = np.full(len(rows), np.nan, np.float32)
+        parts = []
+        with torch.inference_mode():
+            for indices, logits, packed in self._compute(rows):
+                parts.append((indices, self._sample([rows[i] for i in indices], logits, packed)))
+        for indices, packed in parts:
+            chosen, their_log_probs = unpack(packed)
+            for k, index in enumerate(indices):
+                sampling = rows[index].sampling
+                if sampling is None:
+                    continue
+                token_ids[index] = chosen[k]
+                if sampling.params.return_log_probs and chosen[k] >= 0:
+                    log_probs[index] = min(0.0, their_log_probs[k])
+        return StepResult(token_ids, log_probs)
+
+    def forward(self, rows: Sequence[StepRow]) -> NDArray[np.float32]:
+        """Run the model; return logits [n, V] of the last token of each row. Mutates the pools."""
+        result = np.empty((len(rows), self._vocab_size), np.float32)
+        for indices, logits, _ in self._compute(rows):
+            result[indices] = logits.float().cpu().numpy()
+        return result
+
+    def close(self) -> None:
+        """Free the model and the pools; idempotent."""
+        self._model, self._decoder, self._pools = None, None, {}
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _compute(self, rows: Sequence[StepRow]) -> list[tuple[list[int], Tensor, Tensor | None]]:
+        """Return parts of the step: row indices [n], logits [n, V], greedy tokens if at hand."""
+        if self._model is None or self._decoder is None:
+            raise RuntimeError("the runner is closed")
+        decodes = [i for i, row in enumerate(rows) if len(row.token_ids) == 1]
+        prefills = [i for i, row in enumerate(rows) if len(row.token_ids) > 1]
+        parts: list[tuple[list[int], Tensor, Tensor | None]] = []
+        if decodes:
+            logits, packed = self._decoder.run([rows[i] for i in decodes])
+            parts.append((decodes, logits, packed))
+        if prefills:
+            step = self._prefill_step([rows[i] for i in prefills])
+            parts.append((prefills, self._model.forward(step), None))
+        return parts
+
+    def _sample(self, rows: Sequence[StepRow], logits: Tensor, packed: Tensor | None) -> Tensor:
+        """Return [2, ≥ n] as `greedy` does."""
+        samplings = [row.sampling for row in rows]
+        if any(s is not None and asks_for_more(s) for s in samplings):
+            wanted = [i for i, s in enumerate(samplings) if s is not None]
+            chosen = choose(logits[wanted], [s for s in samplings if s is not None])
+            packed = torch.full((2, len(rows)), -1, dtype=torch.int32, device=chosen.device)
+            packed[:, wanted] = chosen
+        return greedy(logits) if packed is None else packed
+
+    def _prefill_step(self, rows: Sequence[StepRow]) -> Step:
+        arrays = PrefillArrays(rows, self._spec.block_size)
+        parts = arrays.parts()
+        joined = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(self._device)
+        ids, positions, slots, cu_q, cu_k, logit_rows, key_slots = joined.split(
+            [len(part) for part in parts]
+        )
+        attention = Prefill(
+            arrays.q_lens,
+            arrays.k_lens,
+            cu_q,
+            cu_k,
+            key_slots.long() if arrays.has_context else None,
+        )
+        return Step(ids, positions, slots, logit_rows.long(), attention, self._pools)
+
+
+def _pool_names(program: Program) -> list[str]:
+    names = [name for call in program.calls for name in call.inputs if "_pool." in name]
+    return list(dict.fromkeys(names))

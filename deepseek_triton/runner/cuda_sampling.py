@@ -1,0 +1,43 @@
+"""From logits on the device to one token a row and its log prob, packed for one small copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepseek_triton.runner.base import RowSampling
+from deepseek_triton.runner.sampler import sample
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Return [2, n] int32: the likeliest token of each row of logits [n, V], its log prob's bits.
+
+    As runner/sampler.py: a row without a finite maximum gets −1; the lower id wins a tie.
+    """
+    wide = logits.float()
+    peaks, token_ids = wide.max(dim=-1)
+    log_probs = peaks - wide.logsumexp(dim=-1)
+    token_ids = torch.where(peaks.isfinite(), token_ids, -1).int()
+    return torch.stack((token_ids, log_probs.view(torch.int32)))
+
+
+def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """As `greedy`, for rows that ask for more; on the host."""
+    token_ids, log_probs = sample(logits.float().cpu().numpy(), rows)
+    return torch.from_numpy(np.stack((token_ids, log_probs.view(np.int32))))
+
+
+def unpack(packed: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Fetch what `greedy` or `choose` returned: token ids [n] and log probs [n]. Synchronises."""
+    token_ids, bits = packed.cpu().numpy()
+    return token_ids, bits.view(np.float32)
+
+
+def asks_for_more(row: RowSampling) -> bool:
+    """Whether the likeliest token of the unmodified logits is not the answer."""
+    bans = row.banned_id is not None or bool(row.more_banned_ids)
+    return not row.params.greedy or row.params.penalized or bans

@@ -1,0 +1,44 @@
+"""One step on the device: packed rows, where their KV goes, and what attention looks at.
+
+Tokens of all rows follow one another, T in all, without padding between them. A decode step has one
+token a row; a prefill step has ragged rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Attention of one token a row; T = B. All sizes that change are on the device."""
+
+    block_tables: Tensor  # [B, M] int32; entries beyond a row's blocks are any valid block
+    context_lens: Tensor  # [B] int32 keys of each row, its new token included; 0 = padding row
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Attention of ragged rows over their cached and new tokens."""
+
+    q_lens: tuple[int, ...]  # new tokens of each row
+    k_lens: tuple[int, ...]  # keys of each row, new tokens included
+    cu_q: Tensor  # [R + 1] int32 running sums of q_lens
+    cu_k: Tensor  # [R + 1] int32 running sums of k_lens
+    key_slots: (
+        Tensor | None
+    )  # [sum of k_lens] int64 pool slots of all keys; None: no row has context
+
+
+@dataclass(frozen=True)
+class Step:
+    """Inputs of one run of the model."""
+
+    input_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int32; −1 = padding
+    slots: Tensor  # [T] int32 pool slot (block · block_size + offset) of each token; −1 = padding
+    logit_rows: Tensor | None  # [R] int64 tokens whose logits are wanted; None = all
+    attention: Decode | Prefill
+    pools: dict[str, Tensor] = field(repr=False)  # graph input name → [N, block_size, W]
