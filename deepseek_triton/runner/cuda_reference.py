@@ -196,12 +196,9 @@ def unpack_int4(packed: Tensor) -> Tensor:
 def dequantize(codes: Tensor, scales: Tensor, zero_points: Tensor | None, group: int) -> Tensor:
     """(code − zero point) · scale: codes [..., K/2] packed, scales [..., G] → [..., K]."""
     values = unpack_int4(codes).to(scales.dtype)
-    offsets = (
-        8 if zero_points is None else zero_points.to(scales.dtype).repeat_interleave(group, -1)
-    )
-    if isinstance(offsets, Tensor):
-        offsets = offsets[..., : values.shape[-1]]
-    return (values - offsets) * scales.repeat_interleave(group, -1)[..., : values.shape[-1]]
+    zeros = torch.full_like(scales, 8) if zero_points is None else zero_points.to(scales.dtype)
+    each = [t.repeat_interleave(group, -1)[..., : values.shape[-1]] for t in (zeros, scales)]
+    return (values - each[0]) * each[1]
 
 
 def linear_int4(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
@@ -235,16 +232,6 @@ def split(_step: Step, call: Call, inputs: Sequence[Value]) -> tuple[Tensor, ...
     """Views of x, not copies."""
     x, sizes = inputs
     return tuple(x.split(sizes.tolist(), dim=int(call.attributes.get("axis", 0))))
-
-
-_TORCH_TYPES = {
-    1: torch.float32,
-    6: torch.int32,
-    7: torch.int64,
-    10: torch.float16,
-    16: torch.bfloat16,
-}
-"""By onnx.TensorProto.DataType."""
 
 
 def cast(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:

@@ -27,9 +27,7 @@ class Prefill:
     k_lens: tuple[int, ...]  # keys of each row, new tokens included
     cu_q: Tensor  # [R + 1] int32 running sums of q_lens
     cu_k: Tensor  # [R + 1] int32 running sums of k_lens
-    key_slots: (
-        Tensor | None
-    )  # [sum of k_lens] int64 pool slots of all keys; None: no row has context
+    key_slots: Tensor | None  # [sum of k_lens] int64 pool slots of all keys; None: no context
 
 
 @dataclass(frozen=True)
