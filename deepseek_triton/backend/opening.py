@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir
@@ -13,13 +14,11 @@ from deepseek_triton.config import EngineConfig
 from deepseek_triton.engine.engine import Engine
 from deepseek_triton.engine.loop import EngineLoop
 from deepseek_triton.errors import ConfigError, EngineMismatchError
-from deepseek_triton.kv_cache.sizing import num_blocks_for
+from deepseek_triton.kv_cache.sizing import available_memory, num_blocks_for
 from deepseek_triton.runner.base import ModelRunner
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
 
 _logger = logging.getLogger(__name__)
-
-_RUNNERS: dict[str, Callable[..., ModelRunner]] = {"onnxruntime": OnnxRuntimeRunner}
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,46 @@ def _load_runner(config: EngineConfig, engine_dir: EngineDir, limits: EngineLimi
             f"{engine_dir.path}: built for {manifest.target}; this server runs "
             + ", ".join(sorted(_RUNNERS))
         )
-    num_blocks = num_blocks_for(
-        config.cache,
-        manifest.kv_cache,
-        max_requests=config.scheduler.max_batch_size,
+    return load(config, engine_dir, limits)
+
+
+def _load_onnxruntime(
+    config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits
+) -> ModelRunner:
+    num_blocks = _size_pool(config, engine_dir, limits, available_memory())
+    return OnnxRuntimeRunner(engine_dir, num_blocks=num_blocks, num_threads=config.num_threads)
+
+
+def _load_cuda(config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits) -> ModelRunner:
+    try:
+        from deepseek_triton.runner.cuda import CudaRunner
+    except ImportError as error:
+        raise ConfigError(
+            f"{engine_dir.path}: built for cuda, which needs PyTorch ({error}); "
+            "run pip install 'deepseek-triton[cuda]', or build with TARGET=onnxruntime"
+        ) from error
+    return CudaRunner(
+        engine_dir,
+        num_blocks=partial(_size_pool, config, engine_dir, limits),
+        max_batch_size=config.scheduler.max_batch_size,
         max_context_len=limits.max_context_len,
     )
-    return load(engine_dir, num_blocks=num_blocks, num_threads=config.num_threads)
+
+
+def _size_pool(
+    config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits, available: int
+) -> int:
+    """Return the KV blocks for a pool in memory of which `available` bytes are free."""
+    return num_blocks_for(
+        config.cache,
+        engine_dir.manifest.kv_cache,
+        max_requests=config.scheduler.max_batch_size,
+        max_context_len=limits.max_context_len,
+        available=available,
+    )
+
+
+_RUNNERS: dict[str, Callable[[EngineConfig, EngineDir, EngineLimits], ModelRunner]] = {
+    "onnxruntime": _load_onnxruntime,
+    "cuda": _load_cuda,
+}

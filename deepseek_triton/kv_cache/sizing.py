@@ -12,9 +12,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def num_blocks_for(
-    config: CacheConfig, spec: KVCacheSpec, *, max_requests: int, max_context_len: int
+    config: CacheConfig,
+    spec: KVCacheSpec,
+    *,
+    max_requests: int,
+    max_context_len: int,
+    available: int | None = None,
 ) -> int:
     """Return the number of KV blocks to allocate.
+
+    `available` is the free memory in bytes where the pools will be; None: of this machine.
 
     Sizes by memory never exceed what `max_requests` requests of `max_context_len` tokens can use.
     Raises ConfigError when not even one block fits.
@@ -24,7 +31,8 @@ def num_blocks_for(
     if config.memory_mb:
         budget, key = config.memory_mb << 20, "kv_cache_memory_mb"
     else:
-        budget = int(available_memory() * config.memory_fraction)
+        free = available_memory() if available is None else available
+        budget = int(free * config.memory_fraction)
         key = "kv_cache_memory_fraction"
     useful = max_requests * spec.blocks_for(max_context_len)
     num_blocks = min(useful, budget // spec.bytes_per_block)
