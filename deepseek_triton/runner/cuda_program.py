@@ -9,7 +9,7 @@ new KV rows go straight into the pools.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,30 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
+class FoldedTensor:
+    """A weight of the routed experts [E, …] with that of the shared expert as S more of them.
+
+    The shared expert is an MLP S times as wide as a routed one: `by_rows` cuts its gate_up
+    [2·S·F, D], gate first, whose rows are interleaved as those of the routed experts are; else its
+    down [D, S·F] is cut by columns.
+    """
+
+    routed: StoredTensor
+    shared: StoredTensor
+    by_rows: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the weights file."""
+        return self.routed.nbytes + self.shared.nbytes
+
+
+@dataclass(frozen=True)
 class Program:
     """Calls in execution order, and the weights that they read."""
 
     calls: tuple[Call, ...]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredTensor | FoldedTensor]
     weights_path: Path | None  # None: every value is in the model file
 
     def with_calls(self, calls: Iterable[Call]) -> Program:
@@ -110,7 +129,7 @@ def map_weights(program: Program) -> mmap.mmap | None:
     """
     if program.weights_path is None:
         return None
-    end = max((t.offset + t.nbytes for t in program.tensors.values()), default=0)
+    end = max((t.offset + t.nbytes for t in _stored_tensors(program)), default=0)
     try:
         with program.weights_path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -122,6 +141,13 @@ def map_weights(program: Program) -> mmap.mmap | None:
             "build it again with `make engine`"
         )
     return mapped
+
+
+def _stored_tensors(program: Program) -> Iterator[StoredTensor]:
+    for tensor in program.tensors.values():
+        yield from (
+            (tensor.routed, tensor.shared) if isinstance(tensor, FoldedTensor) else (tensor,)
+        )
 
 
 def _call(node: onnx.NodeProto) -> Call:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from deepseek_triton.errors import ConfigError
-from deepseek_triton.runner.cuda_program import Program, StoredTensor, map_weights, numpy_dtype
+from deepseek_triton.runner.cuda_program import (
+    FoldedTensor,
+    Program,
+    StoredTensor,
+    map_weights,
+    numpy_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +73,10 @@ def load_weights(
     started, total = time.perf_counter(), sum(t.nbytes for t in program.tensors.values())
     mapped, staging = map_weights(program), _Staging(device)
     values: dict[str, Any] = {}
+
+    def load(tensor: StoredTensor) -> Any:
+        return _load(tensor, mapped, staging, device, tensor.name in unpacked)
+
     bar = tqdm(
         total=total,
         desc="load weights",
@@ -75,11 +87,10 @@ def load_weights(
     try:
         with bar:
             for name, tensor in program.tensors.items():
-                if tensor.onnx_type == _INT64 and tensor.value is not None:
-                    values[name] = tensor.value
-                    continue
-                value = _load(tensor, mapped, staging, device)
-                values[name] = _nibbles(value, tensor, name in unpacked)
+                if isinstance(tensor, FoldedTensor):
+                    values[name] = _load_folded(tensor, load)
+                else:
+                    values[name] = load(tensor)
                 bar.update(tensor.nbytes)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -94,30 +105,43 @@ def load_weights(
 
 
 def _load(
-    tensor: StoredTensor, mapped: mmap.mmap | None, staging: _Staging, device: torch.device
-) -> Tensor:
-    """Return the tensor on the device; a 4-bit one as its packed bytes [n] uint8."""
+    tensor: StoredTensor,
+    mapped: mmap.mmap | None,
+    staging: _Staging,
+    device: torch.device,
+    unpack: bool,
+) -> Any:
     if tensor.value is not None:
-        if tensor.onnx_type == _UINT4:
-            flat = np.asarray(tensor.value).astype(np.uint8).reshape(-1)
-            flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8))
-            return torch.from_numpy(flat[0::2] | flat[1::2] << 4).to(device)
-        raw = np.array(tensor.value, order="C").reshape(-1).view(np.uint8)  # a writable copy
+        if tensor.onnx_type == _INT64:
+            return tensor.value
+        raw = _packed(tensor.value) if tensor.onnx_type == _UINT4 else np.array(tensor.value)
+        raw = raw.reshape(-1).view(np.uint8)
     else:
         raw = np.frombuffer(mapped or b"", np.uint8, tensor.nbytes, tensor.offset)
     target = torch.empty(len(raw), dtype=torch.uint8, device=device)
     staging.copy(torch.from_numpy(raw), target)
-    if tensor.onnx_type == _UINT4:
-        return target
-    dtype = getattr(torch, numpy_dtype(tensor.onnx_type).name)
-    return target.view(dtype).view(tensor.shape)
-
-
-def _nibbles(value: Tensor, tensor: StoredTensor, unpack: bool) -> Tensor:
-    """Give packed bytes their shape: [..., K/2], or [..., K] when they are to be unpacked."""
     if tensor.onnx_type != _UINT4:
-        return value
+        return target.view(getattr(torch, numpy_dtype(tensor.onnx_type).name)).view(tensor.shape)
     if not unpack:
-        return value.view(*tensor.shape[:-1], tensor.shape[-1] // 2)
-    codes = torch.stack((value & 15, value >> 4), dim=-1).flatten()
-    return codes[: int(np.prod(tensor.shape))].view(tensor.shape)
+        return target.view(*tensor.shape[:-1], tensor.shape[-1] // 2)
+    codes = torch.stack((target & 15, target >> 4), dim=-1).flatten()
+    return codes[: math.prod(tensor.shape)].view(tensor.shape)
+
+
+def _packed(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Two 4-bit values a byte, as the weights file holds them."""
+    flat = values.astype(np.uint8).reshape(-1)
+    flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8))
+    return (flat[0::2] | flat[1::2] << 4).astype(np.uint8)
+
+
+def _load_folded(tensor: FoldedTensor, load: Callable[[StoredTensor], Tensor]) -> Tensor:
+    shared = load(tensor.shared)
+    routed = load(tensor.routed)
+    count, rows, columns = routed.shape
+    if tensor.by_rows:  # gate rows, then up rows: [2, S, F, columns]
+        by_expert = shared.view(2, -1, rows // 2, columns).permute(1, 2, 0, 3)
+    else:
+        by_expert = shared.view(rows, -1, columns).permute(1, 0, 2)
+    by_expert = by_expert.reshape(-1, rows, columns)
+    return torch.cat((routed, by_expert))
