@@ -6,6 +6,7 @@
     new_kv.<l> [B, S, W]                       kv_pool_out.<l>, the same buffer as kv_pool.<l>
     w_uk, w_uv [H, …]                          H weights each, the same bytes of the weights file
     Experts                                    ExpertsSparse: com.microsoft::MoE
+    half-precision weights                     Cast to float32, as is all else (ort_precision.py)
 
 Calls are inlined at the end; the weights file is not touched. The runner (runner/onnxruntime.py)
 describes the inputs.
@@ -27,6 +28,7 @@ from deepseek_triton.build.ort_functions import (
     CONTRIB_VERSION,
     ort_functions,
 )
+from deepseek_triton.build.ort_precision import widen
 from deepseek_triton.errors import BuildError
 from deepseek_triton.export.functions import DOMAIN
 from deepseek_triton.export.portable import DRAFT_FILE
@@ -77,6 +79,7 @@ def rewrite(model: onnx.ModelProto) -> None:
     _replace(graph.input, inputs)
     _replace_functions(model, num_heads)
     model.opset_import.add(domain=CONTRIB_DOMAIN, version=CONTRIB_VERSION)
+    widen(graph)
 
 
 def _take_logit_rows(graph: onnx.GraphProto) -> None:

@@ -85,7 +85,7 @@ def build_engine(
             target=target,
             precision=precision,
             model=spec,
-            kv_cache=_kv_cache_spec(spec, precision, block_size, draft),
+            kv_cache=_kv_cache_spec(spec, builder.kv_precision or precision, block_size, draft),
             max_context_len=spec.max_position_embeddings,
             opset=OPSET,
             versions=builder.versions(),

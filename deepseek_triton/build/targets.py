@@ -20,6 +20,7 @@ class Target:
     build: Callable[[Path], None]  # rewrites the portable model at this path in place
     drafts: bool = False  # whether its runner can use a draft model
     block_size: int = 16  # tokens in a KV block unless the caller says otherwise
+    kv_precision: str | None = None  # of KV rows; None: the engine's
 
     def versions(self) -> dict[str, str]:
         """Return the versions that shape an engine, by distribution."""
@@ -27,7 +28,9 @@ class Target:
 
 
 TARGETS = {
-    "onnxruntime": Target(("fp32",), "onnxruntime", onnxruntime.build, drafts=True),
+    "onnxruntime": Target(
+        ("fp32", "fp16", "bf16"), "onnxruntime", onnxruntime.build, drafts=True, kv_precision="fp32"
+    ),
     # The engine is the portable model itself: no version of PyTorch shapes it.
     "cuda": Target(("fp32", "fp16", "bf16"), "onnx", cuda.build, block_size=cuda.BLOCK_SIZE),
 }

@@ -12,7 +12,7 @@ from onnx import helper
 
 from deepseek_triton.export.functions import DOMAIN, DOMAIN_VERSION, OPSET, functions_used
 from deepseek_triton.export.precision import Precision
-from deepseek_triton.export.weights import WeightFile
+from deepseek_triton.export.weights import WeightFile, narrowed
 
 IR_VERSION = 10
 _INLINE_BYTES = 1024  # smaller constants stay in the model file
@@ -128,7 +128,7 @@ class GraphBuilder:
         blocks: Iterable[NDArray[Any]],
     ) -> str:
         if int(np.prod(shape)) * dtype.itemsize < _INLINE_BYTES:
-            flat = np.concatenate([block.reshape(-1) for block in blocks]).astype(dtype)
+            flat = narrowed(name, np.concatenate([b.reshape(-1) for b in blocks]), dtype)
             self._inline.append(onnx.numpy_helper.from_array(flat.reshape(shape), name))
         else:
             self._used.add(name)

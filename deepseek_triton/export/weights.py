@@ -18,6 +18,8 @@ import onnx
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from deepseek_triton.errors import BuildError
+
 ALIGNMENT = 4096  # a page, so that any runtime can map each weight by itself
 _CHUNK_BYTES = 8 << 20  # of converted output; bounds the memory of a conversion
 _RELEASE_BYTES = 64 << 20  # written between two releases of mapped input pages
@@ -100,7 +102,8 @@ class WeightFile:
     def write(self, path: Path, release: Callable[[], None]) -> None:
         """Write the file at `path` and flush it to disk.
 
-        Calls `release` now and then, so that mapped input does not pile up. Raises OSError.
+        Calls `release` now and then, so that mapped input does not pile up. Raises OSError, and
+        BuildError for a value that float16 cannot hold.
         """
         unreleased = 0
         bar = tqdm(
@@ -132,11 +135,23 @@ def _chunks(weight: _Weight) -> Iterator[memoryview]:
     for block in weight.blocks:
         flat = block.reshape(-1)
         for start in range(0, flat.size, limit):
-            chunk = np.ascontiguousarray(flat[start : start + limit], dtype=weight.dtype)
+            chunk = narrowed(weight.name, flat[start : start + limit], weight.dtype)
             written += chunk.nbytes
             yield chunk.view(np.uint8).data
     if written != weight.nbytes:
         raise ValueError(f"{weight.name}: blocks hold {written} bytes of {weight.nbytes}")
+
+
+def narrowed(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return `values` [n] in C order as `dtype`; raises BuildError if float16 cannot hold one."""
+    with np.errstate(over="ignore"):
+        array = np.ascontiguousarray(values, dtype=dtype)
+    if dtype == np.float16 and array.size and int((array.view(np.uint16) & 0x7FFF).max()) >= 0x7C00:
+        raise BuildError(
+            f"{name}: a weight is beyond the range of fp16 (65504); "
+            "build with PRECISION=bf16 or fp32"
+        )
+    return array
 
 
 def interleave_rows(first: NDArray[Any], second: NDArray[Any]) -> Iterator[NDArray[Any]]:

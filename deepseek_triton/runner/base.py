@@ -57,7 +57,7 @@ class StepResult:
     """Aligned with the rows of the step; rows without sampling hold −1 and NaN.
 
     A row that asked for a token and holds −1 has no token that could be chosen: its logits are not
-    finite (NaN, +Inf, or all −Inf). The engine ends that request alone with an error.
+    finite (NaN, +Inf, or all −Inf) or all 0. The engine ends that request alone with an error.
     """
 
     token_ids: NDArray[np.int32]  # [B]
@@ -95,3 +95,22 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Free the model and the pools; idempotent."""
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """What a model thinks of the tokens that follow in one row."""
+
+    log_probs: NDArray[np.float32]  # [n] natural log-softmax at the token after each one
+    best_ids: NDArray[np.int32]  # [n] the likeliest token after each one; −1 where none is finite
+
+
+class ScoringRunner(ModelRunner, Protocol):
+    """A runner that can also score given tokens, which evaluation asks for."""
+
+    def score(self, rows: tuple[StepRow, ...]) -> tuple[RowScores, ...]:
+        """Compute KV as `run` does; score token_ids[1:] and next_token_id after their predecessors.
+
+        Rows have no sampling and no drafts. A score that is not finite is NaN. Mutates the KV
+        pools.
+        """

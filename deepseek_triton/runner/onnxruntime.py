@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir, mismatch
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
-from deepseek_triton.runner.base import Speculation, StepResult, StepRow
+from deepseek_triton.runner.base import RowScores, Speculation, StepResult, StepRow
 from deepseek_triton.runner.ort_model import ModelRow, ModelShape, PagedModel
 from deepseek_triton.runner.ort_session import allocate_pools, available_cores, open_session
-from deepseek_triton.runner.sampler import sample
+from deepseek_triton.runner.sampler import sample, score
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,19 @@ class OnnxRuntimeRunner:
             for index, (row_ids, row_probs) in enumerate(drawn)
         )
         return StepResult(token_ids, log_probs, speculation)
+
+    def score(self, rows: tuple[StepRow, ...]) -> tuple[RowScores, ...]:
+        """See ScoringRunner.score."""
+        inputs = [
+            ModelRow(row.token_ids, row.context_len, row.block_table, len(row.token_ids))
+            for row in rows
+        ]
+        logits, places, _ = self._models[0].forward(inputs)
+        following = [[*row.token_ids[1:].tolist(), row.next_token_id] for row in rows]
+        return tuple(
+            RowScores(*score(logits[row_places], np.array(ids)))
+            for row_places, ids in zip(places, following, strict=True)
+        )
 
     def forward(self, rows: Sequence[StepRow]) -> tuple[list[int], NDArray[np.float32]]:
         """Run the model alone; return the indices of the sampling rows and their logits [n, V].

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +30,11 @@ def sample(
     """Choose one token for each row of `logits` [n, V]; `rows` has n entries.
 
     Returns (token_ids [n], log_probs [n]). A log prob is the natural log-softmax of the unmodified
-    logits, and NaN for a row that did not ask. A row that holds NaN or +Inf, or in which no token
-    is possible (all −Inf), gets −1 and NaN.
+    logits, and NaN for a row that did not ask. A row that holds NaN or +Inf, in which no token is
+    possible (all −Inf) or all logits are 0, gets −1 and NaN.
     """
-    token_ids = logits.argmax(axis=1).astype(np.int32)  # NaN counts as the maximum
-    peaks = logits[np.arange(len(rows)), token_ids]
+    token_ids, peaks = _likeliest(logits)
     log_probs = np.full(len(rows), np.nan, np.float32)
-    token_ids[~np.isfinite(peaks)] = -1
     for i, row in enumerate(rows):
         if token_ids[i] < 0:
             continue
@@ -44,6 +43,37 @@ def sample(
         if row.params.return_log_probs and token_ids[i] >= 0:
             log_probs[i] = _log_prob(logits[i], int(token_ids[i]), float(peaks[i]))
     return token_ids, log_probs
+
+
+def score(
+    logits: NDArray[np.float32], token_ids: NDArray[np.integer[Any]]
+) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Return log_probs [n] of `token_ids` [n] under `logits` [n, V], and best_ids [n].
+
+    Rows that `sample` would refuse get NaN and −1.
+    """
+    best_ids, peaks = _likeliest(logits)
+    with np.errstate(invalid="ignore"):
+        totals = np.exp(logits - peaks[:, None]).sum(axis=1, dtype=np.float64)
+        chosen = logits[np.arange(len(token_ids)), token_ids]
+        log_probs = np.minimum(chosen - peaks - np.log(totals), 0.0).astype(np.float32)
+    log_probs[best_ids < 0] = np.nan
+    return log_probs, best_ids
+
+
+def _likeliest(logits: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return the best id and its logit for each row of `logits` [n, V]; the id is −1 if none is.
+
+    Zeros alone are no answer either: they are what a norm makes of hidden states whose squares
+    overflow, and their argmax would be token 0.
+    """
+    best_ids = logits.argmax(axis=1).astype(np.int32)  # NaN counts as the maximum
+    peaks = logits[np.arange(len(best_ids)), best_ids]
+    best_ids[~np.isfinite(peaks)] = -1
+    for row in np.flatnonzero((best_ids == 0) & (peaks == 0)):
+        if not logits[row].any():
+            best_ids[row] = -1
+    return best_ids, peaks
 
 
 def _choose(logits: NDArray[np.float32], row: RowSampling) -> int:

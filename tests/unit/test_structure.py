@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("scheduler",),
     ("runner",),
+    ("calibrate", "evaluate"),
     ("engine",),
     ("backend",),
     ("gateway",),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepseek_triton.request import SamplingParams
 from deepseek_triton.runner.base import RowSampling
-from deepseek_triton.runner.sampler import sample
+from deepseek_triton.runner.sampler import sample, score
 
 NONE = np.empty(0, np.int32)
 
@@ -186,6 +186,28 @@ def test_a_row_that_is_not_finite_gives_no_token_and_harms_no_other(bad, params)
     token_ids, log_probs = sample(logits, [row(**params)] * 3)
     assert token_ids.tolist() == [7, -1, 7]
     assert math.isnan(log_probs[1])
+
+
+def test_logits_that_are_all_zero_are_an_overflow_and_not_token_0():
+    logits = np.zeros((3, 100), np.float32)
+    logits[0, 5], logits[2, 5] = 1e-3, -1e-3
+    token_ids, _ = sample(logits, [row()] * 3)
+    assert token_ids.tolist() == [5, -1, 0]
+
+
+def test_scores_are_the_log_softmax_of_given_tokens():
+    logits = np.random.default_rng(0).normal(0, 3, (4, 50)).astype(np.float32)
+    logits[1, 3] = math.nan
+    logits[2] = 0
+    ids = np.array([1, 2, 3, 49])
+    log_probs, best_ids = score(logits, ids)
+    wide = logits.astype(np.float64)
+    for i in (0, 3):
+        expected = wide[i, ids[i]] - np.log(np.exp(wide[i]).sum())
+        assert log_probs[i] == pytest.approx(expected, abs=1e-6)
+        assert best_ids[i] == wide[i].argmax()
+    assert np.isnan(log_probs[1:3]).all()
+    assert best_ids[1:3].tolist() == [-1, -1]
 
 
 def test_a_row_without_a_possible_token_gives_none():

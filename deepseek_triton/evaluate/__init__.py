@@ -1,0 +1,1 @@
+"""How good an engine is: perplexity of given text, agreement with another engine."""
