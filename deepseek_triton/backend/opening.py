@@ -92,7 +92,7 @@ def _load_cuda(config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits
             f"{engine_dir.path}: built for cuda, which needs PyTorch ({error}); "
             "run pip install 'deepseek-triton[cuda]', or build with TARGET=onnxruntime"
         ) from error
-    return CudaRunner(
+    return CudaRunner.open(
         engine_dir,
         num_blocks=partial(_size_pool, config, engine_dir, limits),
         max_batch_size=config.scheduler.max_batch_size,

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir, mismatch
+from deepseek_triton.build.engine_dir import EngineDir, mismatch
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.runner.base import StepResult, StepRow
@@ -32,9 +31,10 @@ from deepseek_triton.runner.cuda_device import allocate_pools, free_memory, open
 from deepseek_triton.runner.cuda_graphs import DecodeBuckets
 from deepseek_triton.runner.cuda_model import CudaModel
 from deepseek_triton.runner.cuda_operators import prepare
-from deepseek_triton.runner.cuda_program import Program, read_program
+from deepseek_triton.runner.cuda_program import read_program
 from deepseek_triton.runner.cuda_sampling import asks_for_more, choose, greedy, unpack
 from deepseek_triton.runner.cuda_step import Prefill, Step
+from deepseek_triton.runner.cuda_weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,50 @@ class CudaRunner:
 
     def __init__(
         self,
+        model: CudaModel,
+        spec: KVCacheSpec,
+        *,
+        vocab_size: int,
+        num_blocks: int | Callable[[int], int],
+        max_batch_size: int,
+        max_context_len: int,
+        use_graphs: bool = True,
+    ) -> None:
+        """Allocate the pools and capture the graphs of a loaded `model`.
+
+        `num_blocks` may be a function of the bytes that are free on the device.
+        `max_batch_size` and `max_context_len` bound what decode rows may be.
+
+        Raises:
+            ConfigError: the device's memory does not suffice.
+        """
+        self._device = model.device
+        self._spec, self._vocab_size = spec, vocab_size
+        self._model: CudaModel | None = model
+        count = num_blocks if isinstance(num_blocks, int) else num_blocks(free_memory(self._device))
+        if count < 1:
+            raise ConfigError(f"num_blocks must be at least 1, not {count}")
+        self._num_blocks = count
+        self._pools = allocate_pools(spec, model.pool_names, count, self._device)
+        self._decoder: DecodeBuckets | None = DecodeBuckets(
+            model.forward,
+            greedy,
+            self._pools,
+            max_batch=max_batch_size,
+            max_context_len=max_context_len,
+            device=self._device,
+            capture=use_graphs and self._device.type == "cuda",
+        )
+        logger.info(
+            "%d KV blocks, %.1f MiB, on %s",
+            count,
+            spec.bytes_per_block * count / 2**20,
+            self._device,
+        )
+
+    @classmethod
+    def open(
+        cls,
         engine: EngineDir,
         *,
         num_blocks: int | Callable[[int], int],
@@ -53,11 +97,9 @@ class CudaRunner:
         max_context_len: int = 0,
         device: str = "cuda",
         use_graphs: bool = True,
-    ) -> None:
-        """Load the weights, allocate the pools, capture the graphs.
+    ) -> CudaRunner:
+        """Load a verified engine directory; `max_context_len` 0 means the engine's own.
 
-        `num_blocks` may be a function of the bytes that are free once the weights are loaded.
-        `max_batch_size` and `max_context_len` (0: the engine's own) bound what decode rows may be.
         `device` "cpu" runs everything in plain PyTorch.
 
         Raises:
@@ -69,38 +111,18 @@ class CudaRunner:
             raise EngineMismatchError(
                 mismatch(engine.path, f"built for {manifest.target!r}, not for {TARGET!r}")
             )
-        self._device = open_device(device)
-        self._spec = manifest.kv_cache
-        self._vocab_size = manifest.model.vocab_size
-        program = read_program(engine.model_path)
-        plan = prepare(program, self._device, manifest.precision)
-        self._model: CudaModel | None = CudaModel(plan.program, plan.weights, plan.operators)
-        count = num_blocks if isinstance(num_blocks, int) else num_blocks(free_memory(self._device))
-        if count < 1:
-            raise ConfigError(f"num_blocks must be at least 1, not {count}")
-        self._num_blocks = count
-        self._pools = allocate_pools(self._spec, _pool_names(program), count, self._device)
-        self._decoder: DecodeBuckets | None = DecodeBuckets(
-            self._model.forward,
-            greedy,
-            self._pools,
-            max_batch=max_batch_size,
+        opened = open_device(device)
+        prepared = prepare(read_program(engine.model_path), opened, manifest.precision)
+        weights = load_weights(prepared.program, opened)
+        return cls(
+            CudaModel(prepared.program, weights, prepared.operators, opened),
+            manifest.kv_cache,
+            vocab_size=manifest.model.vocab_size,
+            num_blocks=num_blocks,
+            max_batch_size=max_batch_size,
             max_context_len=max_context_len or manifest.max_context_len,
-            device=self._device,
-            capture=use_graphs and self._device.type == "cuda",
+            use_graphs=use_graphs,
         )
-        logger.info(
-            "loaded %s on %s: %d KV blocks, %.1f MiB",
-            engine.path,
-            self._device,
-            count,
-            self._spec.bytes_per_block * count / 2**20,
-        )
-
-    @classmethod
-    def load(cls, path: Path, *, num_blocks: int, device: str = "cuda") -> CudaRunner:
-        """Verify the engine directory `path` and load it."""
-        return cls(load_engine_dir(path, target=TARGET), num_blocks=num_blocks, device=device)
 
     @property
     def vocab_size(self) -> int:
@@ -189,8 +211,3 @@ class CudaRunner:
             key_slots.long() if arrays.has_context else None,
         )
         return Step(ids, positions, slots, logit_rows.long(), attention, self._pools)
-
-
-def _pool_names(program: Program) -> list[str]:
-    names = [name for call in program.calls for name in call.inputs if "_pool." in name]
-    return list(dict.fromkeys(names))

@@ -22,7 +22,11 @@ class CudaModel:
     """Executes `program` with one implementation for each operator."""
 
     def __init__(
-        self, program: Program, weights: dict[str, Any], operators: Mapping[str, Operator]
+        self,
+        program: Program,
+        weights: dict[str, Any],
+        operators: Mapping[str, Operator],
+        device: torch.device,
     ) -> None:
         """Raises EngineMismatchError for an operator without an implementation."""
         missing = sorted(program.functions() - set(operators))
@@ -30,7 +34,10 @@ class CudaModel:
             raise EngineMismatchError(
                 f"the model calls {', '.join(missing)}, which this version does not run on CUDA"
             )
+        self.device = device
         self._weights = weights
+        names = [n for call in program.calls for n in call.inputs if "_pool." in n]
+        self.pool_names = list(dict.fromkeys(names))
         last_use = {name: i for i, call in enumerate(program.calls) for name in call.inputs}
         # (call, implementation, values that nothing reads afterwards)
         self._plan = [

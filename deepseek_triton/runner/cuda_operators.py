@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from deepseek_triton.runner.cuda_fold import fold_shared_experts
+from deepseek_triton.runner.cuda_fusion import fuse
 from deepseek_triton.runner.cuda_program import Program
 from deepseek_triton.runner.cuda_reference import REFERENCE, Operator
-from deepseek_triton.runner.cuda_weights import load_weights
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What CudaModel runs."""
+    """A program and what runs it."""
 
     program: Program
-    weights: dict[str, Any]
     operators: Mapping[str, Operator]
 
 
 def prepare(program: Program, device: torch.device, precision: str) -> Prepared:
-    """Load the weights of `program` and choose its operators.
+    """Choose kernels where there are some: on a GPU, for fp16 and bf16; else plain PyTorch."""
+    if device.type != "cuda" or precision == "fp32":
+        return Prepared(program, REFERENCE)
+    from deepseek_triton.runner.cuda_kernels import KERNELS
 
-    Raises:
-        EngineMismatchError: the weights file does not fit the model.
-        ConfigError: the weights do not fit the device's memory.
-    """
-    weights = load_weights(program, device)
-    return Prepared(program, weights, REFERENCE)
+    return Prepared(fold_shared_experts(fuse(program)), KERNELS)

@@ -103,6 +103,11 @@ def read_program(model_path: Path) -> Program:
         model = onnx.load_model(model_path, load_external_data=False)
     except Exception as error:  # protobuf's and onnx's own types have no common base of theirs
         raise EngineMismatchError(f"{model_path}: not an ONNX model ({error})") from error
+    return program_of(model, model_path)
+
+
+def program_of(model: onnx.ModelProto, model_path: Path) -> Program:
+    """As `read_program`, of a model in memory; its weights file is beside `model_path`."""
     calls = [_call(node) for node in model.graph.node]
     tensors = [_stored(tensor) for tensor in model.graph.initializer]
     locations = {

@@ -23,7 +23,7 @@ def test_logits_equal_the_reference(name: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoint" / "tokenizer.json").write_text("{}")  # never read here
     size = WORKLOAD.block_size
     build_engine(tmp_path / "checkpoint", tmp_path / "engine", target="cuda", block_size=size)
-    runner = CudaRunner(
+    runner = CudaRunner.open(
         load_engine_dir(tmp_path / "engine"),
         num_blocks=WORKLOAD.num_blocks,
         max_batch_size=len(WORKLOAD.sequences),

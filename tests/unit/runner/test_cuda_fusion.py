@@ -33,7 +33,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def logits_of(program: Program, operators: dict) -> np.ndarray:
-    model = CudaModel(program, load_weights(program, CPU), operators)
+    model = CudaModel(program, load_weights(program, CPU), operators, CPU)
     names = {n for call in program.calls for n in call.inputs if n.startswith("kv_pool.")}
     width = 64 + 16
     lens = torch.tensor([0, TOKENS], dtype=torch.int32)

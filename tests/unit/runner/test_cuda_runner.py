@@ -46,7 +46,7 @@ def engine(folder: Path) -> EngineDir:
 
 @pytest.fixture
 def runner(engine: EngineDir) -> Iterator[CudaRunner]:
-    runner = CudaRunner(engine, num_blocks=NUM_BLOCKS, max_batch_size=3, device="cpu")
+    runner = CudaRunner.open(engine, num_blocks=NUM_BLOCKS, max_batch_size=3, device="cpu")
     yield runner
     runner.close()
 
@@ -165,25 +165,25 @@ def test_a_row_without_finite_logits_gets_no_token_and_harms_no_other(
 
 def test_the_pool_is_sized_from_what_the_weights_leave(engine: EngineDir) -> None:
     seen: list[int] = []
-    runner = CudaRunner(engine, num_blocks=lambda free: seen.append(free) or 5, device="cpu")
+    runner = CudaRunner.open(engine, num_blocks=lambda free: seen.append(free) or 5, device="cpu")
     assert runner.num_blocks == 5
     assert seen[0] > 1 << 20
 
 
 def test_pools_that_do_not_fit_name_the_bytes_and_the_setting(engine: EngineDir) -> None:
     with pytest.raises(ConfigError, match=r"need [\d,]+ bytes.*lower kv_cache_num_blocks"):
-        CudaRunner(engine, num_blocks=10**9, device="cpu")
+        CudaRunner.open(engine, num_blocks=10**9, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_machine_without_a_gpu_is_told_so(engine: EngineDir) -> None:
     with pytest.raises(ConfigError, match=r"no usable NVIDIA GPU.*TARGET=onnxruntime"):
-        CudaRunner(engine, num_blocks=4)
+        CudaRunner.open(engine, num_blocks=4)
 
 
 def test_an_engine_of_another_target_is_refused(folder: Path) -> None:
     with pytest.raises(EngineMismatchError, match="built for 'onnxruntime'"):
-        CudaRunner(load_engine_dir(folder / "onnxruntime"), num_blocks=4, device="cpu")
+        CudaRunner.open(load_engine_dir(folder / "onnxruntime"), num_blocks=4, device="cpu")
 
 
 def test_a_truncated_weights_file_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_truncated_weights_file_is_refused(folder: Path, tmp_path: Path) -> No
     with (tmp_path / "weights.bin").open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(EngineMismatchError, match="weights.bin: 1000 bytes, the model reads"):
-        CudaRunner(EngineDir(tmp_path, engine.manifest), num_blocks=4, device="cpu")
+        CudaRunner.open(EngineDir(tmp_path, engine.manifest), num_blocks=4, device="cpu")
 
 
 def test_a_closed_runner_runs_nothing(runner: CudaRunner) -> None:
