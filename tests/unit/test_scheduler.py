@@ -230,3 +230,59 @@ def test_no_step_exceeds_its_token_budget_or_batch_size():
         if not rows:
             break
     assert set(produced.values()) == {6}
+
+
+def drafting(num_tokens=5, num_drafts=2, num_blocks=100, max_tokens=100, **config):
+    """A scheduler with one decoding request "a" that brings drafts."""
+    under_test = scheduler(num_blocks, **config)
+    add(under_test, "a", num_tokens, max_tokens)
+    planned = under_test.schedule()
+    under_test.commit(planned, drafts={RequestKey("a"): num_drafts})
+    return under_test
+
+
+def test_drafts_run_with_the_last_known_token():
+    under_test = drafting()
+    (row,) = under_test.schedule().rows
+    assert (row.context_len, row.num_tokens, row.num_drafts, row.samples) == (5, 1, 2, True)
+    assert len(row.block_table) * BLOCK_SIZE >= 8
+
+
+def test_right_drafts_are_cached_and_the_others_computed_again():
+    under_test = drafting()
+    planned = under_test.schedule()
+    under_test.commit(planned, accepted={RequestKey("a"): 1})
+    under_test.check_integrity()
+    assert step(under_test) == {"a": (7, 1, True)}
+
+
+def test_drafts_stay_within_the_budget_and_the_length_asked_for():
+    assert drafting(max_tokens_per_step=5, num_drafts=7).schedule().rows[0].num_drafts == 4
+    # Of four tokens one is known, and the fourth is drawn but never fed.
+    assert drafting(max_tokens=4, num_drafts=7).schedule().rows[0].num_drafts == 2
+    assert drafting(max_tokens=2, num_drafts=7).schedule().rows[0].num_drafts == 0
+
+
+def test_nobody_is_preempted_for_drafts():
+    under_test = scheduler(num_blocks=3)
+    add(under_test, "a", 4, 9)
+    add(under_test, "b", 3, 2)
+    planned = under_test.schedule()
+    under_test.commit(planned, drafts={RequestKey("a"): 7})
+    planned = under_test.schedule()  # two blocks are used, and the third is all that is left
+    assert {r.request_key: r.num_drafts for r in planned.rows} == {"a": 3, "b": 0}
+    assert planned.preempted == ()
+
+
+def test_a_preempted_request_comes_back_without_drafts():
+    under_test = scheduler(num_blocks=3, max_batch_size=2)
+    add(under_test, "old", 4, 9)
+    add(under_test, "young", 4, 5)
+    for _ in range(9):
+        planned = under_test.schedule()
+        under_test.commit(planned, drafts={RequestKey("young"): 1})
+        if under_test.num_preemptions:
+            break
+    assert under_test.num_preemptions == 1
+    assert under_test.progress(RequestKey("young")).num_drafts == 0
+    under_test.check_integrity()

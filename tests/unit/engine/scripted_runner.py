@@ -11,12 +11,17 @@ from numpy.typing import NDArray
 
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import RequestKey
-from deepseek_triton.runner.base import StepResult, StepRow
+from deepseek_triton.runner.base import Speculation, StepResult, StepRow
 from deepseek_triton.runner.sampler import sample
 
 
 class ScriptedRunner:
-    def __init__(self, num_blocks: int, block_size: int = 4, vocab_size: int = 64) -> None:
+    """With `num_drafts`, it guesses up to that many tokens, of which about half are right."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int = 4, vocab_size: int = 64, num_drafts: int = 0
+    ) -> None:
+        self.num_drafts = num_drafts
         self.vocab_size = vocab_size
         self.kv_cache_spec = KVCacheSpec(num_layers=1, width=1, block_size=block_size)
         self.num_blocks = num_blocks
@@ -37,15 +42,19 @@ class ScriptedRunner:
         if not rows or len(set(keys)) != len(keys):
             raise RuntimeError(f"a step of {keys}")
         self._check_blocks_apart(rows)
-        asked = [i for i, row in enumerate(rows) if row.sampling is not None]
         known = [self._write(row) for row in rows]
         token_ids = np.full(len(rows), -1, np.int32)
         log_probs = np.full(len(rows), np.nan, np.float32)
-        if asked:
-            logits = np.stack([self.logits(rows[i].request_key, known[i]) for i in asked])
-            samplings = [rows[i].sampling for i in asked]
-            token_ids[asked], log_probs[asked] = sample(logits, samplings)
-        return StepResult(token_ids, log_probs)
+        speculation = []
+        for i, row in enumerate(rows):
+            drawn = self._draw(row, known[i]) if row.sampling is not None else []
+            if drawn:
+                token_ids[i], log_probs[i] = drawn[0]
+            guesses = self._guess(row, known[i], [token for token, _ in drawn])
+            more_ids = tuple(token for token, _ in drawn[1:])
+            more_probs = tuple(log_prob for _, log_prob in drawn[1:])
+            speculation.append(Speculation(more_ids, more_probs, guesses))
+        return StepResult(token_ids, log_probs, tuple(speculation) if self.num_drafts else ())
 
     def logits(self, request_key: RequestKey, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """[vocab_size]; of the tokens alone unless a test overrides it."""
@@ -55,18 +64,43 @@ class ScriptedRunner:
         generator = np.random.Generator(np.random.Philox(digest))
         return generator.normal(0.0, 2.0, self.vocab_size).astype(np.float32)
 
+    def _draw(self, row: StepRow, known: NDArray[np.int32]) -> list[tuple[int, float]]:
+        """One token after the known ones, and one after each draft that was drawn itself."""
+        drawn: list[tuple[int, float]] = []
+        first = len(known) - len(row.draft_token_ids)
+        for count, sampling in enumerate((row.sampling, *row.draft_sampling)):
+            logits = self.logits(row.request_key, known[: first + count])
+            token_ids, log_probs = sample(logits[None], [sampling])
+            drawn.append((int(token_ids[0]), float(log_probs[0])))
+            if count == len(row.draft_token_ids) or drawn[-1][0] != row.draft_token_ids[count]:
+                break
+        return drawn
+
+    def _guess(self, row: StepRow, known: NDArray[np.int32], drawn: list[int]) -> tuple[int, ...]:
+        """What is likeliest after the tokens drawn; one more than it in every third place."""
+        if not drawn or drawn[-1] < 0:
+            return ()
+        tokens = [*known[: len(known) - len(row.draft_token_ids)].tolist(), *drawn]
+        guesses: list[int] = []
+        for _ in range(self.num_drafts):
+            context = np.array(tokens + guesses, np.int32)
+            best = int(self.logits(row.request_key, context).argmax())
+            guesses.append((best + (len(context) % 3 == 0)) % self.vocab_size)
+        return tuple(guesses)
+
     def close(self) -> None:
         self.closed = True
 
     def _write(self, row: StepRow) -> NDArray[np.int32]:
         """Store the row's tokens; return all tokens of the request, read back from the store."""
-        size, total = self.kv_cache_spec.block_size, row.context_len + len(row.token_ids)
+        new_ids = [*row.token_ids.tolist(), *row.draft_token_ids]
+        size, total = self.kv_cache_spec.block_size, row.context_len + len(new_ids)
         if len(row.token_ids) < 1 or len(row.block_table) * size < total:
             raise RuntimeError(f"{row}: {total} tokens do not fit")
         positions = np.arange(total)
         blocks, offsets = row.block_table[positions // size], positions % size
         new = slice(row.context_len, total)
-        self._tokens[blocks[new], offsets[new]] = row.token_ids
+        self._tokens[blocks[new], offsets[new]] = new_ids
         self._positions[blocks[new], offsets[new]] = positions[new]
         self._owners[blocks[new], offsets[new]] = row.request_key
         if not np.array_equal(self._positions[blocks, offsets], positions) or not np.all(

@@ -51,9 +51,10 @@ class EngineLife(RuleBasedStateMachine):
         num_blocks=st.integers(7, 9),
         max_batch_size=st.integers(1, 6),
         more_tokens=st.integers(0, 9),
+        num_drafts=st.integers(0, 3),
     )
-    def start(self, num_blocks, max_batch_size, more_tokens):
-        self.runner = ScriptedRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+    def start(self, num_blocks, max_batch_size, more_tokens, num_drafts):
+        self.runner = ScriptedRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_drafts)
         config = SchedulerConfig(
             max_batch_size=max_batch_size,
             max_tokens_per_step=max_batch_size + more_tokens,
