@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from deepseek_triton.build import graph_report
+from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.build.targets import TARGETS
 from deepseek_triton.checkpoint.config import find_config
-from deepseek_triton.errors import DeepseekTritonError
+from deepseek_triton.errors import ConfigError, DeepseekTritonError
 from deepseek_triton.text.tokenizer import Tokenizer
 
 
@@ -31,11 +33,13 @@ def main() -> int:
         choices=["", "mtp"],
         help="mtp: speculative decoding with the checkpoint's multi-token-prediction layer",
     )
+    _add_limits(parser)
     args = parser.parse_args()
     if not args.checkpoint or not args.engine:
         print("usage: make engine CHECKPOINT=<folder> ENGINE=<folder>", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger(graph_report.__name__).setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _stop)  # so that what is half-written is removed
     try:
         find_config(args.checkpoint)
@@ -47,6 +51,8 @@ def main() -> int:
             precision=args.precision,
             block_size=args.block_size,
             draft=args.draft == "mtp",
+            limits=_limits(args),
+            timing_cache=Path(args.timing_cache) if args.timing_cache else None,
         )
     except DeepseekTritonError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,6 +63,32 @@ def main() -> int:
     size = sum(entry.size for entry in manifest.files)
     print(f"{args.engine}: {manifest.target} engine, {manifest.precision}, {size / 1e6:,.1f} MB")
     return 0
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options of targets that compile; an empty value is the default."""
+    group = parser.add_argument_group("targets tensorrt and tensorrt_rtx")
+    group.add_argument("--max-batch", default="", help="rows of a decode call")
+    group.add_argument("--max-prefill", default="", help="rows of a prefill call")
+    group.add_argument("--max-chunk", default="", help="tokens of a row in a prefill call")
+    group.add_argument("--max-context", default="", help="tokens, prompt and output together")
+    group.add_argument("--sm", default="", help="compute capabilities, such as 86,89 (RTX only)")
+    group.add_argument("--timing-cache", default="", help="file to start from and to update")
+
+
+def _limits(args: argparse.Namespace) -> CallLimits:
+    given = {
+        "max_batch_size": args.max_batch,
+        "max_prefill_rows": args.max_prefill,
+        "max_chunk_len": args.max_chunk,
+        "max_context_len": args.max_context,
+    }
+    try:
+        sizes = {name: int(text) for name, text in given.items() if text}
+    except ValueError as error:
+        raise ConfigError(f"sizes must be whole numbers: {error}") from error
+    names = tuple(name.strip() for name in args.sm.split(",") if name.strip())
+    return CallLimits(**sizes, compute_capabilities=names)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

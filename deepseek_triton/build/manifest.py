@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.build.strict_json import StrictJsonError, from_plain, to_plain
 from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import EngineMismatchError
@@ -50,6 +51,7 @@ class Manifest:
     draft_file: str | None  # the multi-token-prediction layer, if the engine has drafts
     tokenizer_files: tuple[str, ...]
     files: tuple[FileEntry, ...]  # all but manifest.json, ascending by name
+    limits: CallLimits | None = None  # of a compiled engine; None: any call may be run
 
     def to_json(self) -> str:
         """Return the manifest as the text of manifest.json."""

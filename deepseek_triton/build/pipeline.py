@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from deepseek_triton.build.engine_dir import create_engine_dir, describe_files, load_engine_dir
+from deepseek_triton.build.graph_report import describe_portable, write_report
+from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.build.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     CheckpointOrigin,
     Manifest,
 )
-from deepseek_triton.build.targets import find_target
+from deepseek_triton.build.targets import Target, find_target
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.names import validate_checkpoint
 from deepseek_triton.checkpoint.reader import CheckpointReader
@@ -46,10 +48,13 @@ def build_engine(
     precision: str = "fp32",
     block_size: int | None = None,
     draft: bool = False,
+    limits: CallLimits | None = None,
+    timing_cache: Path | None = None,
 ) -> Manifest:
     """Build the engine directory `engine_dir` from a Hugging Face checkpoint; return its manifest.
 
-    `draft` adds the checkpoint's multi-token-prediction layer, for speculative decoding.
+    `draft` adds the checkpoint's multi-token-prediction layer, for speculative decoding. `limits`
+    and `timing_cache` (a file that is read, if there, and written) are for targets that compile.
 
     Weights stream from file to file, so memory stays near the largest tensor. An engine directory
     that exists already is replaced at the very end.
@@ -68,6 +73,7 @@ def build_engine(
     if draft and not builder.drafts:
         raise ConfigError(f"DRAFT: {target} cannot use a draft model; leave it out")
     spec = read_model_spec(checkpoint_dir)
+    limits = _limits(target, builder, spec, limits, timing_cache)
     reader = CheckpointReader(checkpoint_dir)
     validate_checkpoint(reader, spec, draft=draft)
     if not (checkpoint_dir / TOKENIZER_FILES[0]).is_file():
@@ -78,7 +84,11 @@ def build_engine(
         model_path = export_portable(
             spec, reader, folder, precision=precision, block_size=block_size, draft=draft
         )
+        portable = describe_portable(model_path)
         builder.build(model_path)
+        write_report(folder, portable, model_path)
+        if builder.compile is not None and limits is not None:
+            model_path = builder.compile(model_path, limits, timing_cache)
         tokenizer_files = _copy_tokenizer(checkpoint_dir, folder)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
@@ -86,7 +96,7 @@ def build_engine(
             precision=precision,
             model=spec,
             kv_cache=_kv_cache_spec(spec, builder.kv_precision or precision, block_size, draft),
-            max_context_len=spec.max_position_embeddings,
+            max_context_len=limits.max_context_len if limits else spec.max_position_embeddings,
             opset=OPSET,
             versions=builder.versions(),
             checkpoint=describe_checkpoint(checkpoint_dir),
@@ -94,6 +104,7 @@ def build_engine(
             draft_file=DRAFT_FILE if draft else None,
             tokenizer_files=tokenizer_files,
             files=describe_files(folder),
+            limits=limits,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     logger.info("built %s for %s, %s", engine_dir, target, precision)
@@ -108,6 +119,7 @@ def is_current(
     precision: str = "fp32",
     block_size: int | None = None,
     draft: bool = False,
+    limits: CallLimits | None = None,
 ) -> bool:
     """Whether `engine_dir` is what build_engine would make again with these arguments.
 
@@ -122,6 +134,7 @@ def is_current(
         manifest.precision == precision
         and manifest.kv_cache.block_size == (block_size or builder.block_size)
         and (manifest.draft_file is not None) == draft
+        and manifest.limits == _limits(target, builder, manifest.model, limits, None)
         and manifest.versions == builder.versions()
         and manifest.checkpoint == describe_checkpoint(checkpoint_dir)
     )
@@ -141,6 +154,24 @@ def describe_checkpoint(checkpoint_dir: Path) -> CheckpointOrigin:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     return CheckpointOrigin(folder.name, digest.hexdigest())
+
+
+def _limits(
+    name: str,
+    target: Target,
+    spec: ModelSpec,
+    limits: CallLimits | None,
+    timing_cache: Path | None,
+) -> CallLimits | None:
+    """Return the limits to compile for; None for a target that does not compile."""
+    if target.compile is not None:
+        return (limits or CallLimits()).resolved(spec.max_position_embeddings)
+    if limits not in (None, CallLimits()) or timing_cache is not None:
+        raise ConfigError(
+            f"{name} engines have no fixed sizes: leave out MAX_BATCH, MAX_PREFILL, MAX_CHUNK, "
+            "MAX_CONTEXT, SM and TIMING_CACHE"
+        )
+    return None
 
 
 def _kv_cache_spec(spec: ModelSpec, precision: str, block_size: int, draft: bool) -> KVCacheSpec:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from deepseek_triton.build import cuda, onnxruntime
+from deepseek_triton.build import cuda, onnxruntime, tensorrt
+from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.errors import ConfigError
 
 
@@ -21,10 +23,15 @@ class Target:
     drafts: bool = False  # whether its runner can use a draft model
     block_size: int = 16  # tokens in a KV block unless the caller says otherwise
     kv_precision: str | None = None  # of KV rows; None: the engine's
+    # Turns the rewritten model into a file of its own, given limits and a timing cache.
+    compile: Callable[[Path, CallLimits, Path | None], Path] | None = None
+    runtime_version: Callable[[], str] | None = None  # for a runtime that may be missing
 
     def versions(self) -> dict[str, str]:
         """Return the versions that shape an engine, by distribution."""
-        return {name: version(name) for name in ("deepseek-triton", "onnx", self.runtime)}
+        versions = {name: version(name) for name in ("deepseek-triton", "onnx")}
+        find = self.runtime_version or partial(version, self.runtime)
+        return versions | {self.runtime: find()}
 
 
 TARGETS = {
@@ -33,14 +40,24 @@ TARGETS = {
     ),
     # The engine is the portable model itself: no version of PyTorch shapes it.
     "cuda": Target(("fp32", "fp16", "bf16"), "onnx", cuda.build, block_size=cuda.BLOCK_SIZE),
+    **{
+        flavor.module: Target(
+            ("fp32", "fp16", "bf16"),
+            flavor.module.replace("_", "-"),
+            tensorrt.build,
+            compile=partial(tensorrt.compile_engine, flavor),
+            runtime_version=flavor.version,
+        )
+        for flavor in (tensorrt.TENSORRT, tensorrt.TENSORRT_RTX)
+    },
 }
 
 
 def find_target(name: str, precision: str) -> Target:
-    """Return the target `name` after checking that it runs `precision`.
+    """Return the target `name` after checking that it runs `precision` and can be built here.
 
     Raises:
-        ConfigError: it does not exist; the message lists what does.
+        ConfigError: it does not exist (the message lists what does), or what builds it is missing.
     """
     if name not in TARGETS:
         raise ConfigError(f"TARGET: {name!r} is unknown; choose one of {', '.join(TARGETS)}")
@@ -50,4 +67,6 @@ def find_target(name: str, precision: str) -> Target:
             f"PRECISION: {precision!r} is not available for {name}; "
             f"choose one of {', '.join(target.precisions)}"
         )
+    if target.runtime_version is not None:
+        target.runtime_version()
     return target
