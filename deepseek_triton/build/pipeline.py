@@ -72,23 +72,13 @@ def build_engine(
         raise ConfigError(f"block_size: {block_size} is not in 1 ... 1024")
     if draft and not builder.drafts:
         raise ConfigError(f"DRAFT: {target} cannot use a draft model; leave it out")
-    spec = read_model_spec(checkpoint_dir)
+    spec, reader = _open_checkpoint(checkpoint_dir, draft)
     limits = _limits(target, builder, spec, limits, timing_cache)
-    reader = CheckpointReader(checkpoint_dir)
-    validate_checkpoint(reader, spec, draft=draft)
-    if not (checkpoint_dir / TOKENIZER_FILES[0]).is_file():
-        raise CheckpointError(
-            f"{checkpoint_dir / TOKENIZER_FILES[0]}: not found; an engine cannot be served without"
-        )
     with create_engine_dir(engine_dir) as folder:
         model_path = export_portable(
             spec, reader, folder, precision=precision, block_size=block_size, draft=draft
         )
-        portable = describe_portable(model_path)
-        builder.build(model_path)
-        write_report(folder, portable, model_path)
-        if builder.compile is not None and limits is not None:
-            model_path = builder.compile(model_path, limits, timing_cache)
+        model_path = _rewrite(builder, model_path, limits, timing_cache)
         tokenizer_files = _copy_tokenizer(checkpoint_dir, folder)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
@@ -154,6 +144,30 @@ def describe_checkpoint(checkpoint_dir: Path) -> CheckpointOrigin:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     return CheckpointOrigin(folder.name, digest.hexdigest())
+
+
+def _open_checkpoint(folder: Path, draft: bool) -> tuple[ModelSpec, CheckpointReader]:
+    """Return what is in a checkpoint folder, after checking that nothing is missing."""
+    spec = read_model_spec(folder)
+    reader = CheckpointReader(folder)
+    validate_checkpoint(reader, spec, draft=draft)
+    if not (folder / TOKENIZER_FILES[0]).is_file():
+        raise CheckpointError(
+            f"{folder / TOKENIZER_FILES[0]}: not found; an engine cannot be served without"
+        )
+    return spec, reader
+
+
+def _rewrite(
+    target: Target, model_path: Path, limits: CallLimits | None, timing_cache: Path | None
+) -> Path:
+    """Turn the portable model into the target's, in its folder; return the file to load."""
+    portable = describe_portable(model_path)
+    target.build(model_path)
+    write_report(model_path.parent, portable, model_path)
+    if target.compile is None or limits is None:
+        return model_path
+    return target.compile(model_path, limits, timing_cache)
 
 
 def _limits(
