@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from deepseek_triton.checkpoint import writer
+from deepseek_triton.checkpoint.reader import CheckpointReader
+from deepseek_triton.checkpoint.writer import LazyTensor, write_safetensors
+
+
+def nothing() -> None:
+    """Stand for a reader without mapped pages."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "int32"])
+def test_a_file_reads_back_with_the_reference_library(tmp_path: Path, dtype: str) -> None:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype) if dtype == "bfloat16" else dtype)
+    values = np.arange(24).reshape(2, 3, 4)
+    tensors = [
+        LazyTensor("a", kind, (2, 3, 4), (block for block in values)),
+        LazyTensor("b.weight", kind, (5,), [np.arange(2), np.arange(3)]),
+    ]
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, tensors, nothing, {"made": "here"})
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"made": "here"}
+        np.testing.assert_array_equal(file.get_tensor("a").double().numpy(), values)
+        assert file.get_tensor("b.weight").tolist() == [0, 1, 0, 1, 2]
+    reader = CheckpointReader(tmp_path)
+    assert reader.dtype("a") == kind
+    np.testing.assert_array_equal(reader.read("a").astype(np.float64), values)
+
+
+def test_large_blocks_go_out_in_chunks_and_input_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_CHUNK_BYTES", 16)
+    monkeypatch.setattr(writer, "_RELEASE_BYTES", 32)
+    released = []
+    values = np.arange(40, dtype=np.float32)
+    tensor = LazyTensor("a", np.dtype(np.float32), (40,), [values])
+    write_safetensors(tmp_path / "model.safetensors", [tensor], lambda: released.append(1))
+    assert len(released) >= 5
+    np.testing.assert_array_equal(CheckpointReader(tmp_path).read("a"), values)
+
+
+def test_blocks_that_do_not_fill_the_shape_are_an_error(tmp_path: Path) -> None:
+    tensor = LazyTensor("a", np.dtype(np.float32), (3,), [np.zeros(2)])
+    with pytest.raises(ValueError, match="a: blocks hold 8 bytes of 12"):
+        write_safetensors(tmp_path / "x.safetensors", [tensor], nothing)
