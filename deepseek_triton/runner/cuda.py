@@ -30,11 +30,10 @@ from deepseek_triton.runner.cuda_batch import PrefillArrays
 from deepseek_triton.runner.cuda_device import allocate_pools, free_memory, open_device
 from deepseek_triton.runner.cuda_graphs import DecodeBuckets
 from deepseek_triton.runner.cuda_model import CudaModel
-from deepseek_triton.runner.cuda_operators import prepare
+from deepseek_triton.runner.cuda_operators import load_model
 from deepseek_triton.runner.cuda_program import read_program
 from deepseek_triton.runner.cuda_sampling import asks_for_more, choose, greedy, unpack
 from deepseek_triton.runner.cuda_step import Prefill, Step
-from deepseek_triton.runner.cuda_weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +111,8 @@ class CudaRunner:
                 mismatch(engine.path, f"built for {manifest.target!r}, not for {TARGET!r}")
             )
         opened = open_device(device)
-        prepared = prepare(read_program(engine.model_path), opened, manifest.precision)
-        weights = load_weights(prepared.program, opened)
         return cls(
-            CudaModel(prepared.program, weights, prepared.operators, opened),
+            load_model(read_program(engine.model_path), opened, manifest.precision),
             manifest.kv_cache,
             vocab_size=manifest.model.vocab_size,
             num_blocks=num_blocks,

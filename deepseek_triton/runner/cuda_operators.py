@@ -1,30 +1,47 @@
-"""Which implementation each operator gets, and what is done to the program before."""
+"""From a program to a model on a device: which calls it is made of, and what runs each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 
 from deepseek_triton.runner.cuda_fold import fold_shared_experts
 from deepseek_triton.runner.cuda_fusion import fuse
+from deepseek_triton.runner.cuda_model import CudaModel
 from deepseek_triton.runner.cuda_program import Program
-from deepseek_triton.runner.cuda_reference import REFERENCE, Operator
+from deepseek_triton.runner.cuda_reference import REFERENCE
+from deepseek_triton.runner.cuda_weights import load_weights
+
+Load = Callable[[Program, torch.device, Collection[str]], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A program and what runs it."""
+def load_model(
+    program: Program, device: torch.device, precision: str, load: Load = load_weights
+) -> CudaModel:
+    """Load the weights of `program` and put kernels behind its calls.
 
-    program: Program
-    operators: Mapping[str, Operator]
+    Kernels run on a GPU, in fp16 and bf16; everything else is plain PyTorch.
 
+    Raises:
+        EngineMismatchError: the weights file does not fit the model, or no kernel fits a call.
+        ConfigError: the weights do not fit the device's memory.
+    """
+    from deepseek_triton.runner.cuda_int4 import (
+        bind_int4,
+        without_symmetric_zero_points,
+        zero_point_names,
+    )
 
-def prepare(program: Program, device: torch.device, precision: str) -> Prepared:
-    """Choose kernels where there are some: on a GPU, for fp16 and bf16; else plain PyTorch."""
     if device.type != "cuda" or precision == "fp32":
-        return Prepared(program, REFERENCE)
+        program = without_symmetric_zero_points(program)
+        return CudaModel(
+            program, load(program, device, zero_point_names(program)), REFERENCE, device
+        )
     from deepseek_triton.runner.cuda_kernels import KERNELS
 
-    return Prepared(fold_shared_experts(fuse(program)), KERNELS)
+    program = without_symmetric_zero_points(fold_shared_experts(fuse(program)))
+    weights = load(program, device, zero_point_names(program))
+    program = bind_int4(program, weights)
+    return CudaModel(program, weights, KERNELS, device)

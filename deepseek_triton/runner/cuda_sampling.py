@@ -16,12 +16,14 @@ from deepseek_triton.runner.sampler import sample
 def greedy(logits: Tensor) -> Tensor:
     """Return [2, n] int32: the likeliest token of each row of logits [n, V], its log prob's bits.
 
-    As runner/sampler.py: a row without a finite maximum gets −1; the lower id wins a tie.
+    As runner/sampler.py: a row without a finite maximum, or of zeros alone, gets −1; the lower id
+    wins a tie.
     """
     wide = logits.float()
     peaks, token_ids = wide.max(dim=-1)
     log_probs = peaks - wide.logsumexp(dim=-1)
-    token_ids = torch.where(peaks.isfinite(), token_ids, -1).int()
+    usable = peaks.isfinite() & ((peaks != 0) | (wide.amin(dim=-1) != 0))
+    token_ids = torch.where(usable, token_ids, -1).int()
     return torch.stack((token_ids, log_probs.view(torch.int32)))
 
 

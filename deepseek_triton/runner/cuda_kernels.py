@@ -1,0 +1,86 @@
+"""The operators of a fused program on a GPU: what each call becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from deepseek_triton.kernels.experts import experts
+from deepseek_triton.kernels.experts_int4 import experts_int4
+from deepseek_triton.kernels.int4_tensor import Int4Tensor
+from deepseek_triton.kernels.linear import linear
+from deepseek_triton.kernels.linear_int4 import linear_int4
+from deepseek_triton.kernels.routing import Routing, route, router
+from deepseek_triton.kernels.swiglu import swiglu
+from deepseek_triton.runner.cuda_program import Call
+from deepseek_triton.runner.cuda_reference import REFERENCE, Operator, Value, rms_norm_of
+from deepseek_triton.runner.cuda_step import Step
+
+
+def fused_linear(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
+    """cuda.Linear: one kernel for few rows, cuBLAS beyond."""
+    x, weight, bias, norm, residual = inputs
+    if isinstance(weight, Int4Tensor):
+        return _linear_int4(call, inputs)
+    return linear(
+        x,
+        weight,
+        bias,
+        norm_weight=norm,
+        eps=call.attributes["epsilon"],
+        residual=residual,
+        swiglu=call.attributes["swiglu"],
+    )
+
+
+def _linear_int4(call: Call, inputs: Sequence[Value]) -> Tensor:
+    x, weight, bias, norm, residual = inputs
+    if norm is not None:
+        x = rms_norm_of(x, norm, call.attributes["epsilon"])
+    if not call.attributes["swiglu"]:
+        return linear_int4(x, weight, bias, residual=residual)
+    y = swiglu(linear_int4(x, weight, bias))
+    return y if residual is None else residual + y
+
+
+def routing_of(call: Call, num_experts: int) -> Routing:
+    """How a cuda.MoE call chooses its experts."""
+    grouped = call.attributes["route"].endswith("Grouped")
+    return Routing(
+        kind="sigmoid" if "Sigmoid" in call.attributes["route"] else "softmax",
+        num_experts=num_experts,
+        top_k=call.number("top_k"),
+        scaling_factor=call.attributes["scaling_factor"],
+        normalize=bool(call.attributes.get("normalize", 0.0)),
+        num_groups=call.number("num_groups") if grouped else 1,
+        top_groups=call.number("top_groups") if grouped else 1,
+        num_shared=call.attributes["num_shared"],
+    )
+
+
+def fused_moe(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
+    """cuda.MoE: norm and router, choice, both products of the chosen and the shared experts."""
+    x, norm, router_weight, bias, gate_up, down, *shared = inputs
+    normed, logits = router(x, router_weight, norm, call.attributes["epsilon"])
+    ids, weights = route(logits, routing_of(call, len(router_weight)), bias)
+    if shared:
+        x = _shared_expert(normed, shared[0], shared[1], x)
+    if isinstance(gate_up, Int4Tensor):
+        return experts_int4(normed, ids, weights, gate_up, down, residual=x)
+    return experts(normed, ids, weights, gate_up, down, residual=x)
+
+
+def _shared_expert(x: Tensor, gate_up: Value, down: Value, residual: Tensor) -> Tensor:
+    if isinstance(gate_up, Int4Tensor):
+        return linear_int4(swiglu(linear_int4(x, gate_up)), down, residual=residual)
+    return linear(linear(x, gate_up, swiglu=True), down, residual=residual)
+
+
+KERNELS: dict[str, Operator] = {
+    **REFERENCE,
+    "cuda.Linear": fused_linear,
+    "cuda.LinearInt4": fused_linear,
+    "cuda.MoE": fused_moe,
+    "cuda.MoEInt4": fused_moe,
+}
