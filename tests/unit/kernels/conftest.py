@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-
-import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-pytest.importorskip("torch")
-pytest.importorskip("triton")
+if any(importlib.util.find_spec(name) is None for name in ("torch", "triton")):
+    collect_ignore_glob = ["test_*.py"]
