@@ -12,19 +12,47 @@ _MAX_WARPS = 8
 
 
 def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x / sqrt(mean(x²) + eps) · weight (arXiv 1910.07467) of rows x [T, D].
+
+    Any float dtype, one for all; rows contiguous; computed in float32. `out` [T, D] may be x.
+    """
+    return _launch(x, weight, eps, None, out)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `rms_norm` of x + residual, and that sum: both [T, D] of x's dtype.
+
+    The norm is that of the sum before it is rounded.
+    """
+    return _launch(x, weight, eps, residual, None)
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute `rms_norm` in float64 and round once."""
+    wide = x.double()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * weight.double()).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `add_rms_norm` in float64 and round once."""
+    total = x.double() + residual.double()
+    return rms_norm_reference(total, weight, eps).to(x.dtype), total.to(x.dtype)
+
+
+def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    residual: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return x / sqrt(mean(x²) + eps) · weight (arXiv 1910.07467) of rows x [T, D].
-
-    With `residual` [T, D] the norm is that of x + residual, and the sum, rounded to x's dtype, is
-    returned too: (y, sum). Any float dtype, all of one; rows contiguous; computed in float32.
-    `out` [T, D] takes y and may be x.
-    """
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = x.shape
     if out is None:
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
@@ -37,17 +65,7 @@ def rms_norm(
             WIDTH=width, BLOCK=block, num_warps=max(1, min(_MAX_WARPS, block // 512)),
             **dependent_launch(x),
         )  # fmt: skip
-    return out if total is None else (out, total)
-
-
-def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute `rms_norm` in float64 and round once."""
-    wide = x.double() if residual is None else x.double() + residual.double()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
-    y = normed.to(x.dtype)
-    return y if residual is None else (y, wide.to(x.dtype))
+    return out, total
 
 
 @triton.jit

@@ -57,9 +57,9 @@ def rotary_reference(
 def rotated(
     x_ptr, cos_ptr, sin_ptr, r, valid, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """Return the turned vectors at x_ptr [..., 1], angles at cos_ptr, sin_ptr: [..., BLOCK_R] float32.
+    """Return the vectors at x_ptr [..., 1] turned, [..., BLOCK_R] float32.
 
-    r [1, BLOCK_R] is the dimension; each value's partner is loaded a second time.
+    Angles are at cos_ptr, sin_ptr [..., 1]; r [1, BLOCK_R] is the dimension; each value's partner is loaded a second time.
     """
     if INTERLEAVED:
         partner = r ^ 1
