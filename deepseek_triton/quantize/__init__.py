@@ -1,0 +1,1 @@
+"""INT4 weights: what they are, how they are found, how files hold them."""
