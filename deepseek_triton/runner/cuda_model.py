@@ -34,8 +34,7 @@ class CudaModel:
             raise EngineMismatchError(
                 f"the model calls {', '.join(missing)}, which this version does not run on CUDA"
             )
-        self.device = device
-        self._weights = weights
+        self.program, self.weights, self.device = program, weights, device
         names = [n for call in program.calls for n in call.inputs if "_pool." in n]
         self.pool_names = list(dict.fromkeys(names))
         last_use = {name: i for i, call in enumerate(program.calls) for name in call.inputs}
@@ -58,7 +57,7 @@ class CudaModel:
             return self._forward(step)
 
     def _forward(self, step: Step) -> Tensor:
-        values: dict[str, Any] = dict(self._weights)
+        values: dict[str, Any] = dict(self.weights)
         values["input_ids"], values["positions"] = step.input_ids, step.positions
         values[LOGIT_ROWS] = step.logit_rows
         for call, operator, dead in self._plan:

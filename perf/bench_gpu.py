@@ -1,0 +1,199 @@
+"""DeepSeek shapes on one GPU: steps as the engine sees them, against the memory's limit and vLLM.
+
+Makes models with random weights on the device, checks them against plain PyTorch, and times steps
+of the cuda runner: from StepRows to token ids on the host. Nothing is read from disk.
+
+    python perf/bench_gpu.py                         # everything; perf/results/gpu_<card>.json
+    python perf/bench_gpu.py --parts check bf16      # some of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import save_result
+
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+
+from measure import kernel_table, make_model, make_runner, print_kernels, rows, time_steps
+from random_model import V2_LITE, V3_LAYER, make_spec
+from steady import steady_state
+
+# Milliseconds: bytes that a step must read over 4.3 TB/s, and vLLM 0.25.1 measured on an H200.
+LIMITS = {
+    "bf16": {1: 1.15, 8: 4.22, 64: 7.67},
+    "int4": {1: 0.375, 8: 1.21, 64: 2.40},
+    "prefill": {1024: 8.0, 8192: 60.0},
+}
+VLLM = {
+    "bf16": {1: 3.32, 8: 6.82, 64: 10.24},
+    "int4": {1: 4.05, 8: 4.56, 64: None},
+    "prefill": {1024: 73.0, 8192: 106.0},
+}
+AIMS = {
+    "bf16": {1: 1.64, 8: 5.3, 64: 8.7},
+    "int4": {1: 0.85, 8: 2.4, 64: 5.8},
+    "prefill": {1024: 15.0, 8192: 90.0},
+}
+CONTEXT = 1024
+BATCHES = (1, 8, 64)
+PROFILED = (1, 64)
+
+
+def check() -> dict[str, Any]:
+    """Relative errors of logits against float32 PyTorch: of the kernels, and of PyTorch in bf16."""
+    from checks import logit_errors
+
+    errors = {f"{p}_{g}": logit_errors(p, g) for p in ("bf16", "fp16") for g in (0, 128)}
+    for name, error in errors.items():
+        print(f"  {name}: {error}")
+    return errors
+
+
+def decode(kind: str, group_size: int) -> dict[str, Any]:
+    """Decode and prefill of the 27-layer model in one weight format."""
+    spec = make_spec(V2_LITE)
+    model = make_model(spec, "bf16", group_size)
+    runner = make_runner(model, spec)
+    measured: dict[str, Any] = {"memory_gb": round(torch.cuda.memory_allocated() / 1e9, 2)}
+    for batch in BATCHES:
+        step = rows(batch, 1, CONTEXT, spec.vocab_size)
+        result = time_steps(lambda s=step: runner.run(s), 100)
+        report(kind, batch, result, f"B={batch}", batch)
+        measured[f"decode_{batch}"] = result
+        if batch in PROFILED:
+            measured[f"kernels_{batch}"] = kernel_table(lambda s=step: runner.run(s))
+            print_kernels(measured[f"kernels_{batch}"][:18])
+    for tokens in (1024, 8192):
+        step = rows(1, tokens, 0, spec.vocab_size)
+        result = time_steps(lambda s=step: runner.run(s), 10, 3)
+        report("prefill", tokens, result, f"prefill {tokens}", tokens)
+        measured[f"prefill_{tokens}"] = result
+        measured[f"prefill_kernels_{tokens}"] = kernel_table(lambda s=step: runner.run(s))
+        print_kernels(measured[f"prefill_kernels_{tokens}"][:10])
+    runner.close()
+    return measured
+
+
+def report(kind: str, key: int, result: dict[str, Any], label: str, tokens: int) -> None:
+    """Print one line, and add limit and comparison to `result`."""
+    time_ms = result["median_ms"]
+    limit, theirs, aim = (table[kind][key] for table in (LIMITS, VLLM, AIMS))
+    result |= {"limit_ms": limit, "vllm_ms": theirs, "aim_ms": aim}
+    result |= {"share_of_limit": round(limit / time_ms, 3), "tokens_per_s": tokens / time_ms * 1e3}
+    print(
+        f"  {label:14s} {time_ms:8.3f} ms (p99 {result['p99_ms']:.3f})  limit {limit} "
+        f"({limit / time_ms:.0%})  aim {aim}  vLLM {theirs}",
+        flush=True,
+    )
+
+
+def bf16() -> dict[str, Any]:
+    """DeepSeek-V2-Lite in bf16."""
+    return decode("bf16", 0)
+
+
+def int4() -> dict[str, Any]:
+    """DeepSeek-V2-Lite in INT4, groups of 128."""
+    return decode("int4", 128)
+
+
+def graphs() -> dict[str, Any]:
+    """The same decode steps with and without CUDA graphs."""
+    spec = make_spec(V2_LITE)
+    model = make_model(spec, "bf16")
+    measured: dict[str, Any] = {}
+    for use_graphs in (False, True):
+        runner = make_runner(model, spec, use_graphs=use_graphs)
+        for batch in BATCHES:
+            step = rows(batch, 1, CONTEXT, spec.vocab_size)
+            result = time_steps(lambda r=runner, s=step: r.run(s), 60)
+            result["tokens_per_s"] = batch / result["median_ms"] * 1e3
+            measured[f"{'graph' if use_graphs else 'eager'}_{batch}"] = result
+            print(f"  graphs {use_graphs} B={batch}: {result}", flush=True)
+        runner.close()
+    return measured
+
+
+def fp16() -> dict[str, Any]:
+    """One precision more: FP16, for comparison with INT4 in speed and memory."""
+    spec = make_spec(V2_LITE)
+    runner = make_runner(make_model(spec, "fp16"), spec, "fp16")
+    measured: dict[str, Any] = {"memory_gb": round(torch.cuda.memory_allocated() / 1e9, 2)}
+    for batch in BATCHES:
+        step = rows(batch, 1, CONTEXT, spec.vocab_size)
+        measured[f"decode_{batch}"] = time_steps(lambda s=step: runner.run(s), 60)
+        print(f"  fp16 B={batch}: {measured[f'decode_{batch}']}", flush=True)
+    runner.close()
+    return measured
+
+
+def v3() -> dict[str, Any]:
+    """One layer of DeepSeek-V3's shape, with embedding and head."""
+    spec = make_spec(V3_LAYER)
+    measured: dict[str, Any] = {}
+    for name, group_size in (("bf16", 0), ("int4", 128)):
+        runner = make_runner(make_model(spec, "bf16", group_size), spec)
+        for batch in BATCHES:
+            step = rows(batch, 1, CONTEXT, spec.vocab_size)
+            result = time_steps(lambda r=runner, s=step: r.run(s), 60)
+            measured[f"{name}_{batch}"] = result
+            print(f"  V3 layer {name} B={batch}: {result}", flush=True)
+        step = rows(1, 1024, 0, spec.vocab_size)
+        measured[f"{name}_prefill_1024"] = time_steps(lambda r=runner, s=step: r.run(s), 10, 3)
+        print(f"  V3 layer {name} prefill: {measured[f'{name}_prefill_1024']}", flush=True)
+        runner.close()
+        collect()
+    return measured
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "check": check,
+    "bf16": bf16,
+    "int4": int4,
+    "graphs": graphs,
+    "fp16": fp16,
+    "v3": v3,
+    "steady": steady_state,
+}
+
+
+def collect() -> None:
+    """Give the device's memory back before the next model."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> int:
+    """Run the parts, print their tables, keep the results; 1 if a part failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--name", default="gpu_h200", help="of the file in perf/results")
+    arguments = parser.parse_args()
+    measured: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+    }
+    failed = False
+    for part in arguments.parts:
+        print(f"{part}: {PARTS[part].__doc__.splitlines()[0]}", flush=True)
+        try:
+            measured[part] = PARTS[part]()
+        except Exception:  # the device is lent by the minute: the other parts still run
+            failed = True
+            measured[part] = {"failed": traceback.format_exc()}
+            traceback.print_exc()
+        collect()
+        print(save_result(arguments.name, measured))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""What tritonserver adds to the cuda engine: tokens per second at 1, 8 and 64 streams.
+
+The same requests go, in turns, to the engine in a process of its own and to a real tritonserver
+over gRPC: random prompts of about 128 tokens, 128 greedy tokens each, all sent at once.
+Clients are several processes, so that they are not what is measured.
+
+    python perf/bench_gpu_serving.py                    # makes a DeepSeek-V2-Lite with random weights
+    python perf/bench_gpu_serving.py --engine <folder>  # an engine built with TARGET=cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench_serving import prompt, summarize
+from record import save_result
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+
+STREAMS = (1, 8, 64)
+OUTPUT_TOKENS = 256
+WARM_UP_TOKENS = 16
+STREAMS_PER_CLIENT = 8
+SETTINGS = {
+    "DEEPSEEK_TRITON_MAX_BATCH_SIZE": "64",
+    "DEEPSEEK_TRITON_MAX_TOKENS_PER_STEP": "8192",
+    "DEEPSEEK_TRITON_MAX_CONTEXT_LEN": "2048",
+    "DEEPSEEK_TRITON_KV_CACHE_NUM_BLOCKS": "1024",
+}
+
+
+def engine_worker(engine_dir: Path) -> None:
+    """Measure EngineLoop in this process at each number of streams; print JSON."""
+    from deepseek_triton.backend.opening import open_engine
+    from deepseek_triton.config import EngineConfig
+    from deepseek_triton.text.tokenizer import Tokenizer
+
+    started = time.perf_counter()
+    config = EngineConfig.from_parameters(
+        {"engine_dir": str(engine_dir)}, {**os.environ, **SETTINGS}
+    )
+    engine, _ = open_engine(config)
+    measured: dict[str, Any] = {"load_s": time.perf_counter() - started}
+    tokenizer = Tokenizer.load(engine_dir)
+    for streams in STREAMS:
+        prompts = [tuple(tokenizer.encode(prompt(i))) for i in range(streams)]
+        _run_engine(engine, prompts, WARM_UP_TOKENS)
+        measured[str(streams)] = _run_engine(engine, prompts, OUTPUT_TOKENS)
+    print(json.dumps(measured))
+    engine.close()
+
+
+def _run_engine(engine: Any, prompts: list[tuple[int, ...]], tokens: int) -> dict[str, float]:
+    from deepseek_triton.request import Request, RequestKey, TokenOutput
+
+    arrivals: list[list[float]] = [[] for _ in prompts]
+    ended = threading.Semaphore(0)
+    started = time.perf_counter()
+    for index, ids in enumerate(prompts):
+
+        def take(output: TokenOutput, times: list[float] = arrivals[index]) -> None:
+            times += [time.perf_counter()] * len(output.token_ids)
+            if output.finish_reason is not None:
+                ended.release()
+
+        engine.submit(Request(RequestKey(f"{tokens}-{index}"), ids, tokens), take)
+    for _ in prompts:
+        ended.acquire()
+    return summarize(started, arrivals)
+
+
+def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
+    """Send requests first … first + streams − 1, each on a stream of its own; print JSON.
+
+    A response may hold several tokens, so their number is what the server reports at the end.
+    """
+    from grpc_stream import stream_grpc
+
+    results: list[dict[str, float]] = [{} for _ in range(streams)]
+    input("ready\n")  # the parent starts all clients at once
+
+    def consume(index: int) -> None:
+        count, times = 0, []
+        chunks = stream_grpc(
+            prompt(first + index),
+            url=url,
+            max_tokens=tokens,
+            end_id=-1,
+            outputs=("text_output", "num_output_tokens"),
+            return_num_output_tokens=True,
+        )
+        for chunk in chunks:
+            times.append(time.time())
+            reported = chunk.outputs.get("num_output_tokens")
+            count = count if reported is None else int(reported.flat[0])
+        results[index] = {
+            "tokens": count,
+            "responses": len(times),
+            "first": times[0],
+            "last": times[-1],
+        }
+
+    threads = [threading.Thread(target=consume, args=(i,)) for i in range(streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(json.dumps(results))
+
+
+def measure_server(url: str, streams: int, tokens: int) -> dict[str, Any]:
+    """Run `streams` requests from several client processes."""
+    clients = []
+    for first in range(0, streams, STREAMS_PER_CLIENT):
+        count = min(STREAMS_PER_CLIENT, streams - first)
+        command = [sys.executable, __file__, "--client", url, str(first), str(count), str(tokens)]
+        clients.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+    for client in clients:
+        assert client.stdin is not None and client.stdout is not None
+        client.stdout.readline()
+    started = time.time()
+    for client in clients:
+        client.stdin.write("go\n")  # type: ignore[union-attr]
+        client.stdin.flush()  # type: ignore[union-attr]
+    outputs = [client.communicate()[0] for client in clients]
+    results = [r for output in outputs for r in json.loads(output.splitlines()[-1])]
+    total = sum(r["tokens"] for r in results)
+    seconds = max(r["last"] for r in results) - started
+    return {
+        "tokens": total,
+        "responses": sum(r["responses"] for r in results),
+        "tokens_per_s": total / seconds,
+        "first_token_s": sorted(r["first"] - started for r in results)[len(results) // 2],
+    }
+
+
+def serve(engine_dir: Path) -> dict[str, Any]:
+    """Measure a tritonserver that serves `engine_dir`."""
+    from deepseek_triton.server import ServerOptions, running_server
+
+    options = ServerOptions(
+        engine_dir=engine_dir, http_port=0, grpc_port=0, metrics_port=0, env=SETTINGS
+    )
+    log = Path(os.environ.get("OUT", tempfile.gettempdir())) / "gpu_serving_server.log"
+    started = time.perf_counter()
+    with running_server(options, log_path=log) as server:
+        measured: dict[str, Any] = {"start_s": time.perf_counter() - started}
+        for streams in STREAMS:
+            measure_server(server.grpc_url, streams, WARM_UP_TOKENS)
+            measured[str(streams)] = measure_server(server.grpc_url, streams, OUTPUT_TOKENS)
+            print(f"  server, {streams} streams: {measured[str(streams)]}", flush=True)
+    return measured
+
+
+def main() -> None:
+    """Make the engine if need be, measure both sides, print and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", type=Path, help="engine directory; default: a random one")
+    parser.add_argument("--work", type=Path, default=Path("/dev/shm/bench_gpu_serving"))
+    parser.add_argument("--layers", type=int, default=27, help="of the random model")
+    parser.add_argument("--engine-worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.engine_worker:
+        engine_worker(arguments.engine_worker)
+        return
+    if arguments.client:
+        url, first, streams, tokens = arguments.client
+        client_worker(url, int(first), int(streams), int(tokens))
+        return
+    measured: dict[str, Any] = {}
+    engine_dir = arguments.engine
+    if engine_dir is None:
+        from random_engine import write_random_engine
+        from random_model import V2_LITE, make_spec
+
+        engine_dir = arguments.work / "engine"
+        spec = make_spec(V2_LITE, num_hidden_layers=arguments.layers)
+        measured["made"] = write_random_engine(engine_dir, spec)
+        print(f"  made {engine_dir}: {measured['made']}", flush=True)
+    command = [sys.executable, __file__, "--engine-worker", str(engine_dir)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    measured["engine"] = json.loads(done.stdout.splitlines()[-1])
+    print(f"  engine: {measured['engine']}", flush=True)
+    measured["server"] = serve(engine_dir)
+    for streams in map(str, STREAMS):
+        ours, engine = (measured[s][streams]["tokens_per_s"] for s in ("server", "engine"))
+        print(f"  {streams} streams: {ours:.0f} of {engine:.0f} tokens/s ({ours / engine:.1%})")
+    print(save_result("gpu_serving", measured))
+
+
+if __name__ == "__main__":
+    main()
