@@ -1,0 +1,258 @@
+"""Linear layers on floating-point weights, with what stands around them in a decoder fused in.
+
+Few rows (decode) are bound by reading the weights: one row takes plain multiply-adds on a few
+weight rows a program, up to 64 take the tensor cores with tiles small enough to fill the card.
+More rows are cuBLAS's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from deepseek_triton.kernels.launch import await_inputs, dependent_launch
+
+SMALL_ROWS = 64  # up to here our own kernels; beyond, cuBLAS
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    swiglu: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return act(norm(x) · weightᵀ + bias) + residual.
+
+    x [M, K], weight [N, K] and the rest are of one dtype (fp32, fp16, bf16); rows contiguous.
+    `norm_weight` [K] applies an RMS norm to x first. `swiglu` takes rows [0, N/2) of the weight as
+    gate and [N/2, N) as up (arXiv 2002.05202): silu(gate) · up, [M, N/2]. `residual` and `out` have
+    the result's shape and may be one tensor. Sums are float32; results depend on M's tile alone.
+    """
+    rows, width = x.shape
+    features = weight.shape[0] // 2 if swiglu else weight.shape[0]
+    if out is None:
+        out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+    if rows > SMALL_ROWS:
+        return _large(x, weight, bias, norm_weight, eps, residual, swiglu, out)
+    tile = _tile(rows, features, width, x.dtype)
+    kernel = _gemv if rows == 1 else _few_rows
+    block = {} if rows == 1 else {"BLOCK_M": tile.block_m}
+    kernel[(triton.cdiv(features, tile.block_n),)](
+        x, weight, bias, norm_weight, residual, out,
+        rows, features, eps, x.stride(0), out.stride(0),
+        residual.stride(0) if residual is not None else 0,
+        K=width,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        SWIGLU=swiglu,
+        IEEE=x.dtype == torch.float32,
+        num_warps=tile.warps,
+        **block,
+        **dependent_launch(x),
+    )  # fmt: skip
+    return out
+
+
+def linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    swiglu: bool = False,
+) -> torch.Tensor:
+    """Compute `linear` in float64 and round once: returns x's dtype."""
+    wide = x.double()
+    if norm_weight is not None:
+        wide = torch.nn.functional.rms_norm(wide, (wide.shape[1],), norm_weight.double(), eps)
+    y = wide @ weight.double().T
+    if bias is not None:
+        y += bias.double()
+    if swiglu:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
+    if residual is not None:
+        y += residual.double()
+    return y.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def _tile(rows: int, features: int, width: int, dtype: torch.dtype) -> _Tile:
+    """Choose tiles that give every multiprocessor work and keep enough bytes in flight."""
+    whole = max(16, triton.next_power_of_2(width))
+    if rows == 1:
+        return _Tile(1, 4, min(whole, 2048 if width <= 2048 else 1024), 4, 3)
+    block_m = max(16, triton.next_power_of_2(rows))
+    if dtype == torch.float32:
+        return _Tile(block_m, 16, min(whole, 32), 4, 2)
+    if features >= 16384:
+        return _Tile(block_m, 128, min(whole, 128), 4, 3)
+    if block_m <= 32:
+        block_n = 16 if features <= 4096 else 32
+        return _Tile(block_m, block_n, min(whole, 256), 4, 4)
+    return _Tile(block_m, 32, min(whole, 128), 4, 4)
+
+
+def _large(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    swiglu: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    from deepseek_triton.kernels.rms_norm import rms_norm
+    from deepseek_triton.kernels.swiglu import swiglu as gated
+
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    if swiglu:
+        both = torch.nn.functional.linear(x, weight, bias)
+        gated(both, out=out)
+        return out if residual is None else out.add_(residual)
+    if residual is None and bias is None:
+        return torch.mm(x, weight.T, out=out)
+    if residual is None:
+        return torch.addmm(bias, x, weight.T, out=out)
+    torch.addmm(residual, x, weight.T, out=out)
+    return out if bias is None else out.add_(bias)
+
+
+@triton.jit
+def _rstd(row_ptr, mask_m, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return 1 / sqrt(mean(x²) + eps) of the rows at row_ptr [BLOCK_M]."""
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(row_ptr[:, None] + k[None, :], mask=mask_m[:, None] & (k < K)[None, :], other=0)
+        x = x.to(tl.float32)
+        squares += tl.sum(x * x, axis=1)
+    return tl.rsqrt(squares / K + eps)
+
+
+@triton.jit
+def _gemv_tile(w, x_ptr, norm_ptr, k, K: tl.constexpr):
+    """Return partial sums of w [BLOCK_N, BLOCK_K] · (x ⊙ norm weight), and of x²."""
+    x = tl.load(x_ptr + k, mask=k < K, other=0).to(tl.float32)
+    scaled = x
+    if norm_ptr is not None:
+        scaled = x * tl.load(norm_ptr + k, mask=k < K, other=0).to(tl.float32)
+    return w.to(tl.float32) * scaled[None, :], x * x
+
+
+@triton.jit
+def _gemv(
+    x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
+    rows, features, eps, x_stride, out_stride, residual_stride,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SWIGLU: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row of x: program i owns BLOCK_N results. The norm's scale is applied to the sums."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = n < features
+    w_rows = w_ptr + n.to(tl.int64)[:, None] * K
+    up_rows = w_rows + features.to(tl.int64) * K if SWIGLU else w_rows
+    k = tl.arange(0, BLOCK_K)
+    if BLOCK_K >= K:  # all weights are on their way before the wait
+        mask = valid[:, None] & (k < K)[None, :]
+        w = tl.load(w_rows + k[None, :], mask=mask, other=0)
+        up = tl.load(up_rows + k[None, :], mask=mask, other=0) if SWIGLU else w
+        await_inputs(PDL)
+        acc, squares = _gemv_tile(w, x_ptr, norm_ptr, k, K)
+        acc_up = _gemv_tile(up, x_ptr, norm_ptr, k, K)[0] if SWIGLU else acc
+    else:
+        await_inputs(PDL)
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        squares = tl.zeros([BLOCK_K], tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            at = start + k
+            mask = valid[:, None] & (at < K)[None, :]
+            part, square = _gemv_tile(
+                tl.load(w_rows + at[None, :], mask=mask, other=0), x_ptr, norm_ptr, at, K
+            )
+            acc += part
+            squares += square
+            if SWIGLU:
+                up = tl.load(up_rows + at[None, :], mask=mask, other=0)
+                acc_up += _gemv_tile(up, x_ptr, norm_ptr, at, K)[0]
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps) if norm_ptr is not None else 1.0
+    y = tl.sum(acc, axis=1) * scale
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=valid, other=0).to(tl.float32)
+    if SWIGLU:
+        up_sum = tl.sum(acc_up, axis=1) * scale
+        if bias_ptr is not None:
+            up_sum += tl.load(bias_ptr + features + n, mask=valid, other=0).to(tl.float32)
+        y = y * tl.sigmoid(y) * up_sum
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + n, mask=valid, other=0).to(tl.float32)
+    tl.store(out_ptr + n, y, mask=valid)
+
+
+@triton.jit
+def _few_rows(
+    x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
+    rows, features, eps, x_stride, out_stride, residual_stride,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, SWIGLU: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to BLOCK_M rows of x: program i owns BLOCK_N columns of the result."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    valid_n = n < features
+    valid_m = m < rows
+    w_rows = w_ptr + n.to(tl.int64) * K
+    up_rows = w_rows + features.to(tl.int64) * K
+    x_rows = x_ptr + m * x_stride
+    await_inputs(PDL)
+    if norm_ptr is not None:
+        scale = _rstd(x_rows, valid_m, eps, K, BLOCK_M, BLOCK_K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_rows[:, None] + k[None, :], mask=valid_m[:, None] & (k < K)[None, :], other=0)
+        if norm_ptr is not None:
+            norm = tl.load(norm_ptr + k, mask=k < K, other=0).to(tl.float32)
+            x = (x.to(tl.float32) * scale[:, None] * norm[None, :]).to(x.dtype)
+        mask = valid_n[:, None] & (k < K)[None, :]
+        w = tl.load(w_rows[:, None] + k[None, :], mask=mask, other=0)
+        acc = tl.dot(x, w.T, acc, input_precision=precision)
+        if SWIGLU:
+            up = tl.load(up_rows[:, None] + k[None, :], mask=mask, other=0)
+            acc_up = tl.dot(x, up.T, acc_up, input_precision=precision)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=valid_n, other=0).to(tl.float32)[None, :]
+    if SWIGLU:
+        if bias_ptr is not None:
+            up_bias = tl.load(bias_ptr + features + n, mask=valid_n, other=0)
+            acc_up += up_bias.to(tl.float32)[None, :]
+        acc = acc * tl.sigmoid(acc) * acc_up
+    mask = valid_m[:, None] & valid_n[None, :]
+    if residual_ptr is not None:
+        at = residual_ptr + m[:, None] * residual_stride + n[None, :]
+        acc += tl.load(at, mask=mask, other=0).to(tl.float32)
+    tl.store(out_ptr + m[:, None] * out_stride + n[None, :], acc, mask=mask)

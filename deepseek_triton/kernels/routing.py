@@ -1,0 +1,330 @@
+"""How a token picks its experts, and how tokens are sorted by expert for grouped products.
+
+The rules are those of export/functions/routing.py; equal scores go to the lower expert id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from deepseek_triton.kernels.launch import await_inputs, dependent_launch
+
+_NEVER = tl.constexpr(-1e30)  # the score of an expert in a group that was not kept
+_CHUNK = 64  # pairs that one program of the sort handles
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How experts are chosen. DeepSeek-V2: arXiv 2405.04434, 2.2.2; V3: arXiv 2412.19437, 2.1.2."""
+
+    kind: Literal["softmax", "sigmoid"]
+    num_experts: int
+    top_k: int
+    scaling_factor: float = 1.0
+    normalize: bool = False  # sigmoid only: divide by the sum of the chosen scores
+    num_groups: int = 1
+    top_groups: int = 1
+    num_shared: int = 0  # always chosen, with weight 1: expert ids num_experts, num_experts + 1, …
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Pairs (token, choice) sorted by expert; each expert starts a new block of `block_rows`."""
+
+    pairs: torch.Tensor  # [max_blocks · block_rows] int32: token · K + choice; −1 = padding
+    block_experts: torch.Tensor  # [max_blocks] int32; −1 = no block
+    block_rows: int
+
+
+def router(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (RMS norm of x [T, D] in x's dtype, its product with weight [E, D]: [T, E] float32).
+
+    The product is computed in float32 from the rounded norm; `weight` may be of any float dtype.
+    """
+    tokens, width = x.shape
+    experts = weight.shape[0]
+    normed = torch.empty_like(x)
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    block_t = 1 if tokens == 1 else 2 if tokens <= 16 else 4
+    block_e = 2 if tokens <= 8 else 4
+    grid = (triton.cdiv(experts, block_e), triton.cdiv(tokens, block_t))
+    _router[grid](
+        x, weight, norm_weight, normed, logits, tokens, experts, eps,
+        D=width, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=_block(width, 1024),
+        **dependent_launch(x),
+    )  # fmt: skip
+    return normed, logits
+
+
+def route(
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts: (ids int32, weights float32) [T, K + shared] from logits [T, E] float32.
+
+    `bias` [E] float32 counts for the choice of a sigmoid routing, not for the weights.
+    """
+    tokens = logits.shape[0]
+    columns = routing.top_k + routing.num_shared
+    ids = torch.empty(tokens, columns, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, columns, dtype=torch.float32, device=logits.device)
+    groups = routing.num_groups
+    size = routing.num_experts // groups
+    _route[(tokens,)](
+        logits, bias, ids, weights, routing.scaling_factor,
+        GROUPS=groups, SIZE=size,
+        BLOCK_G=triton.next_power_of_2(groups), BLOCK_S=triton.next_power_of_2(size),
+        TOP_K=routing.top_k, BLOCK_K=triton.next_power_of_2(columns),
+        TOP_GROUPS=routing.top_groups, SHARED=routing.num_shared,
+        SIGMOID=routing.kind == "sigmoid", NORMALIZE=routing.normalize,
+        num_warps=1,  # reductions stay inside the warp
+        **dependent_launch(logits),
+    )  # fmt: skip
+    return ids, weights
+
+
+def route_reference(
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `route` with stable sorts."""
+    tokens, experts = logits.shape
+    sigmoid = routing.kind == "sigmoid"
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        grouped = choice.view(tokens, routing.num_groups, -1)
+        best = grouped.topk(2, -1).values.sum(-1) if sigmoid else grouped.amax(-1)
+        order = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, True)
+        excluded = -1e30 if sigmoid else 0.0
+        choice = grouped.where(kept[..., None], excluded).reshape(tokens, experts)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = (scores if sigmoid else choice).gather(1, ids)
+    if sigmoid and routing.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights = weights * routing.scaling_factor
+    shared = torch.arange(experts, experts + routing.num_shared).expand(tokens, -1)
+    ones = torch.ones(tokens, routing.num_shared)
+    ids = torch.cat([ids, shared.to(ids.device)], 1).int()
+    return ids, torch.cat([weights, ones.to(weights.device)], 1)
+
+
+def group_pairs(ids: torch.Tensor, num_experts: int, block_rows: int) -> Groups:
+    """Sort the pairs of ids [T, K] int32 by expert, in the order of tokens; ids are < num_experts.
+
+    Three launches and no read by the host: sizes are upper bounds of T, K and `num_experts`.
+    """
+    count = ids.numel()
+    max_blocks = min(count, num_experts + count // block_rows)
+    chunks = triton.cdiv(count, _CHUNK)
+    device = ids.device
+    counts = torch.empty(num_experts, chunks, dtype=torch.int32, device=device)
+    totals = torch.empty(num_experts, dtype=torch.int32, device=device)
+    pairs = torch.empty(max_blocks * block_rows, dtype=torch.int32, device=device)
+    block_experts = torch.empty(max_blocks, dtype=torch.int32, device=device)
+    block_e = max(16, triton.next_power_of_2(num_experts))
+    pdl = dependent_launch(ids)
+    sizes = {"CHUNK": _CHUNK, "BLOCK_E": block_e}
+    fill = triton.cdiv(pairs.numel(), 1024)
+    _count[(max(chunks, fill),)](
+        ids, counts, pairs, count, chunks, num_experts, pairs.numel(), **sizes, **pdl
+    )
+    _scan[(num_experts,)](
+        counts, totals, chunks, BLOCK=max(16, triton.next_power_of_2(chunks)), **pdl
+    )
+    _scatter[(chunks,)](
+        ids, counts, totals, pairs, block_experts, count, chunks, num_experts, max_blocks,
+        BLOCK_ROWS=block_rows, BLOCK_B=triton.next_power_of_2(max_blocks), **sizes, **pdl,
+    )  # fmt: skip
+    return Groups(pairs, block_experts, block_rows)
+
+
+def _block(width: int, limit: int) -> int:
+    return min(limit, max(16, int(triton.next_power_of_2(width))))
+
+
+@triton.jit
+def _router(
+    x_ptr, weight_ptr, norm_ptr, normed_ptr, logits_ptr, tokens, experts, eps,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Logits of BLOCK_E experts for BLOCK_T tokens; the first column also stores the norm."""
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    valid_e = e < experts
+    valid_t = t < tokens
+    x_rows = x_ptr + t.to(tl.int64)[:, None] * D
+    await_inputs(PDL)
+    squares = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)[None, :]
+        x = tl.load(x_rows + d, mask=valid_t[:, None] & (d < D), other=0).to(tl.float32)
+        squares += x * x
+    scale = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
+    acc = tl.zeros([BLOCK_T, BLOCK_E, BLOCK_D], tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)[None, :]
+        mask = valid_t[:, None] & (d < D)
+        x = tl.load(x_rows + d, mask=mask, other=0)
+        norm = tl.load(norm_ptr + d, mask=d < D, other=0)
+        normed = ((x.to(tl.float32) * scale).to(x.dtype) * norm).to(x.dtype)
+        if tl.program_id(0) == 0:
+            tl.store(normed_ptr + t.to(tl.int64)[:, None] * D + d, normed, mask=mask)
+        w = tl.load(weight_ptr + e[:, None] * D + d, mask=valid_e[:, None] & (d < D), other=0)
+        acc += normed.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
+    logits = tl.sum(acc, axis=2)
+    at = t[:, None] * experts + e[None, :]
+    tl.store(logits_ptr + at, logits, mask=valid_t[:, None] & valid_e[None, :])
+
+
+@triton.jit
+def _first_best(choice, position, size: tl.constexpr):
+    """Return the largest value of `choice` [size], and its lowest position."""
+    best = tl.max(choice, axis=0)
+    return best, tl.min(tl.where(choice == best, position, size - 1), axis=0)
+
+
+@triton.jit
+def _keep_groups(
+    choice, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, SIGMOID: tl.constexpr,
+):  # fmt: skip
+    """Return [BLOCK_G] bool: the TOP_GROUPS best groups of choice [BLOCK_G, BLOCK_S]."""
+    best, at = tl.max(choice, axis=1, return_indices=True)
+    if SIGMOID:  # a group counts as the sum of its two best
+        first = tl.arange(0, BLOCK_S)[None, :] == at[:, None]
+        best += tl.max(tl.where(first, float("-inf"), choice), axis=1)
+    g = tl.arange(0, BLOCK_G)
+    best = tl.where(g < GROUPS, best, float("-inf"))
+    kept = g < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        value, chosen = _first_best(tl.where(kept, float("-inf"), best), g, BLOCK_G)
+        kept = kept | (g == chosen)
+    return kept
+
+
+@triton.jit
+def _route(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scaling_factor,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, TOP_GROUPS: tl.constexpr, SHARED: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: experts lie in a [BLOCK_G, BLOCK_S] tile, one row a group, padded."""
+    token = tl.program_id(0)
+    g = tl.arange(0, BLOCK_G)[:, None]
+    s = tl.arange(0, BLOCK_S)[None, :]
+    real = (g < GROUPS) & (s < SIZE)
+    expert = g * SIZE + s
+    await_inputs(PDL)
+    logits = tl.load(
+        logits_ptr + token.to(tl.int64) * (GROUPS * SIZE) + expert, mask=real, other=float("-inf")
+    )
+    if SIGMOID:
+        scores = tl.sigmoid(logits)
+    else:
+        exps = tl.exp(logits - tl.max(logits))
+        scores = exps / tl.sum(exps)
+    choice = scores
+    if bias_ptr is not None:
+        choice += tl.load(bias_ptr + expert, mask=real, other=0)
+    choice = tl.where(real, choice, float("-inf"))
+    if GROUPS > 1:
+        kept = _keep_groups(choice, GROUPS, BLOCK_G, BLOCK_S, TOP_GROUPS, SIGMOID)
+        excluded = _NEVER if SIGMOID else 0.0
+        choice = tl.where(real & (kept[:, None] == 0), excluded, choice)
+        if not SIGMOID:
+            scores = tl.where(kept[:, None], scores, 0.0)
+    choice = tl.reshape(choice, [BLOCK_G * BLOCK_S])
+    scores = tl.reshape(scores, [BLOCK_G * BLOCK_S])
+    position = tl.arange(0, BLOCK_G * BLOCK_S)
+    column = tl.arange(0, BLOCK_K)
+    ids = GROUPS * SIZE + column - TOP_K  # what shared experts hold
+    weights = tl.zeros([BLOCK_K], tl.float32)
+    for i in tl.static_range(TOP_K):
+        value, chosen = _first_best(choice, position, BLOCK_G * BLOCK_S)
+        chosen = tl.minimum(chosen, (GROUPS - 1) * BLOCK_S + SIZE - 1)  # also when all are NaN
+        weight = tl.sum(tl.where(position == chosen, scores, 0.0), axis=0)
+        choice = tl.where(position == chosen, float("-inf"), choice)
+        ids = tl.where(column == i, (chosen // BLOCK_S) * SIZE + chosen % BLOCK_S, ids)
+        weights = tl.where(column == i, weight, weights)
+    if NORMALIZE:
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    weights = tl.where(column < TOP_K, weights * scaling_factor, 1.0)
+    at = token * (TOP_K + SHARED) + column
+    tl.store(ids_ptr + at, ids, mask=column < TOP_K + SHARED)
+    tl.store(weights_ptr + at, weights, mask=column < TOP_K + SHARED)
+
+
+@triton.jit
+def _load_chunk(ids_ptr, chunk, count, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Return pair indices [CHUNK], their experts (−1 = none) and their one-hot rows."""
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(ids_ptr + pair, mask=pair < count, other=-1)
+    hot = (expert[:, None] == tl.arange(0, BLOCK_E)[None, :]).to(tl.int32)
+    return pair, expert, hot
+
+
+@triton.jit
+def _count(
+    ids_ptr, counts_ptr, pairs_ptr, count, chunks, experts, slots,
+    CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """counts[expert, chunk], and −1 in every slot of the result."""
+    chunk = tl.program_id(0)
+    await_inputs(PDL)
+    slot = chunk * 1024 + tl.arange(0, 1024)
+    tl.store(pairs_ptr + slot, tl.full([1024], -1, tl.int32), mask=slot < slots)
+    if chunk < chunks:
+        pair, expert, hot = _load_chunk(ids_ptr, chunk, count, CHUNK, BLOCK_E)
+        e = tl.arange(0, BLOCK_E)
+        tl.store(counts_ptr + e * chunks + chunk, tl.sum(hot, axis=0), mask=e < experts)
+
+
+@triton.jit
+def _scan(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One expert: its counts become the number of its pairs in earlier chunks."""
+    expert = tl.program_id(0)
+    chunk = tl.arange(0, BLOCK)
+    await_inputs(PDL)
+    at = counts_ptr + expert * chunks + chunk
+    counts = tl.load(at, mask=chunk < chunks, other=0)
+    tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=chunk < chunks)
+    tl.store(totals_ptr + expert, tl.sum(counts, axis=0))
+
+
+@triton.jit
+def _scatter(
+    ids_ptr, counts_ptr, totals_ptr, pairs_ptr, block_experts_ptr,
+    count, chunks, experts, max_blocks,
+    BLOCK_ROWS: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Put the pairs of a chunk where they belong; the first program also names each block."""
+    chunk = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    await_inputs(PDL)
+    blocks = tl.cdiv(tl.load(totals_ptr + e, mask=e < experts, other=0), BLOCK_ROWS)
+    ends = tl.cumsum(blocks, axis=0)
+    starts = (ends - blocks) * BLOCK_ROWS
+    starts += tl.load(counts_ptr + e * chunks + chunk, mask=e < experts, other=0)
+    pair, expert, hot = _load_chunk(ids_ptr, chunk, count, CHUNK, BLOCK_E)
+    before = tl.cumsum(hot, axis=0) - 1
+    slot = tl.sum(hot * (before + starts[None, :]), axis=1)
+    tl.store(pairs_ptr + slot, pair, mask=expert >= 0)
+    if chunk == 0:
+        for first in range(0, BLOCK_B, 64):
+            b = first + tl.arange(0, 64)
+            owner = tl.sum((ends[None, :] <= b[:, None]).to(tl.int32), axis=1)
+            owner = tl.where(b < tl.sum(blocks, axis=0), owner, -1)
+            tl.store(block_experts_ptr + b, owner, mask=b < max_blocks)

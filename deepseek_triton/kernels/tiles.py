@@ -1,0 +1,133 @@
+"""Products of a tile of rows with a tile of weight rows, floating-point or INT4: device functions.
+
+INT4 weights lie as kernels read them (`Int4Tensor` in int4_tensor.py): in each 128 columns of K,
+16-bit word j holds columns j, 32 + j, 64 + j and 96 + j from its lowest nibble up. A register of
+two words then gives two neighbouring columns of each quarter at a time, and each quarter meets
+contiguous columns of x.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_QUARTER = tl.constexpr(32)  # a fourth of the 128 columns of K whose codes share 32 words
+
+# (nibble | magic) is magic's value plus the code, exactly: 128 + code in bf16, 1,024 + in fp16.
+_SPREAD_BF16 = tl.constexpr(
+    """
+    {
+    .reg .b32 a, b, c;
+    shr.u32 a, $4, 4;
+    shr.u32 b, $4, 8;
+    shr.u32 c, $4, 12;
+    lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
+    }
+    """
+)
+_SPREAD_FP16 = tl.constexpr(_SPREAD_BF16.value.replace("0x43004300", "0x64006400"))
+
+
+@triton.jit
+def dense_product(
+    a_rows, valid_m, w_rows, valid_n,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """Return a · wᵀ [BLOCK_M, BLOCK_N] float32; a_rows and w_rows point at rows of K elements."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        if K % BLOCK_K == 0:
+            a = tl.load(a_rows[:, None] + k[None, :], mask=valid_m[:, None], other=0)
+            w = tl.load(w_rows[:, None] + k[None, :], mask=valid_n[:, None], other=0)
+        else:
+            inside = (k < K)[None, :]
+            a = tl.load(a_rows[:, None] + k[None, :], mask=valid_m[:, None] & inside, other=0)
+            w = tl.load(w_rows[:, None] + k[None, :], mask=valid_n[:, None] & inside, other=0)
+        acc = tl.dot(a, w.T, acc, input_precision=precision)
+    return acc
+
+
+@triton.jit
+def spread(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return the four nibbles of int16 words, lowest first, as DTYPE plus 128 (fp16: 1,024)."""
+    if ASM and DTYPE == tl.bfloat16:
+        q0, q1, q2, q3 = tl.inline_asm_elementwise(
+            _SPREAD_BF16, "=r,=r,=r,=r,r", [words], (tl.bfloat16,) * 4, True, 2
+        )
+    elif ASM:
+        q0, q1, q2, q3 = tl.inline_asm_elementwise(
+            _SPREAD_FP16, "=r,=r,=r,=r,r", [words], (tl.float16,) * 4, True, 2
+        )
+    else:
+        q0 = _nibble(words, 0, DTYPE)
+        q1 = _nibble(words, 4, DTYPE)
+        q2 = _nibble(words, 8, DTYPE)
+        q3 = _nibble(words, 12, DTYPE)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _nibble(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
+    code = (words >> SHIFT) & 15
+    if DTYPE == tl.float32:
+        return ((code.to(tl.int32) << 16) | 0x43000000).to(tl.float32, bitcast=True)
+    magic: tl.constexpr = 0x4300 if DTYPE == tl.bfloat16 else 0x6400
+    return (code | magic).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _group_row(table, column, valid_n, stride, K: tl.constexpr, GROUP: tl.constexpr):
+    """Return the scales (or zero points) of the group of `column`, or of the last: [BLOCK_N]."""
+    group = tl.minimum(column // GROUP, (K - 1) // GROUP)
+    return tl.load(table + group * stride, mask=valid_n, other=0)
+
+
+@triton.jit
+def int4_product(
+    a_rows, valid_m, word_rows, valid_n, scales, zeros, stride,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """Return w · aᵀ [BLOCK_N, BLOCK_M] float32: weights first, so that they stay in registers.
+
+    word_rows point at rows of packed words; `scales` and `zeros` at this tile's columns of group 0,
+    with `stride` elements from group to group. The products of a group's integers with a are summed
+    in float32 and scaled there: weights are never rounded.
+    """
+    dtype: tl.constexpr = a_rows.dtype.element_ty
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    symmetric: tl.constexpr = 1032.0 if dtype == tl.float16 else 136.0
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    word = tl.arange(0, _QUARTER)
+    next_scale = _group_row(scales, 0, valid_n, stride, K, GROUP)
+    if zeros is not None:
+        next_zero = _group_row(zeros, 0, valid_n, stride, K, GROUP)
+    for start in tl.range(0, K, 128, num_stages=STAGES):
+        at = word_rows[:, None] + (start // 4 + word)[None, :]
+        quarters = spread(tl.load(at, mask=valid_n[:, None], other=0), dtype, ASM)
+        part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for q in tl.static_range(4):
+            k = start + q * _QUARTER + word
+            inside = valid_m[:, None]
+            if K % 128 != 0:
+                inside = inside & (k < K)[None, :]
+            a = tl.load(a_rows[:, None] + k[None, :], mask=inside, other=0)
+            if q * _QUARTER % GROUP == 0:  # a group begins; the next one's scales set out
+                following = start + q * _QUARTER + GROUP
+                scale = next_scale.to(tl.float32)[:, None]
+                next_scale = _group_row(scales, following, valid_n, stride, K, GROUP)
+                if zeros is not None:
+                    zero = next_zero[:, None]
+                    next_zero = _group_row(zeros, following, valid_n, stride, K, GROUP)
+            w = quarters[q] - (zero if zeros is not None else symmetric)
+            part = tl.dot(w, a.T, part, input_precision=precision)
+            if (q + 1) * _QUARTER % GROUP == 0 or q == 3:
+                acc += part * scale
+                part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    return acc
