@@ -17,6 +17,7 @@ from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.sizing import available_memory, num_blocks_for
 from deepseek_triton.runner.base import ModelRunner
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
+from deepseek_triton.runner.tensorrt import TensorRTRunner
 
 _logger = logging.getLogger(__name__)
 
@@ -100,6 +101,12 @@ def _load_cuda(config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits
     )
 
 
+def _load_tensorrt(
+    config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits
+) -> ModelRunner:
+    return TensorRTRunner(engine_dir, num_blocks=partial(_size_pool, config, engine_dir, limits))
+
+
 def _size_pool(
     config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits, available: int
 ) -> int:
@@ -116,4 +123,6 @@ def _size_pool(
 _RUNNERS: dict[str, Callable[[EngineConfig, EngineDir, EngineLimits], ModelRunner]] = {
     "onnxruntime": _load_onnxruntime,
     "cuda": _load_cuda,
+    "tensorrt": _load_tensorrt,
+    "tensorrt_rtx": _load_tensorrt,
 }

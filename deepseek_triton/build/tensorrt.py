@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 ENGINE_FILE = "model.engine"
 PREFILL, DECODE = "prefill", "decode"  # profiles 0 and 1
 _USUAL_BLOCKS = 1024
-_MAX_ELEMENTS = (1 << 31) - 1  # of one tensor, by TensorRT's 32-bit indices
+MAX_ELEMENTS = (1 << 31) - 1  # of one tensor, by TensorRT's 32-bit indices
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ TENSORRT = Flavor(
     "nvcr.io/nvidia/tritonserver:<version>-trtllm-python-py3, on a machine with the GPU",
 )
 TENSORRT_RTX = Flavor("tensorrt_rtx", "run pip install 'deepseek-triton[tensorrt-rtx]'")
+FLAVORS = {flavor.module: flavor for flavor in (TENSORRT, TENSORRT_RTX)}
 
 
 def compile_engine(
@@ -138,7 +139,7 @@ def _range(value: onnx.ValueInfoProto, sizes: dict[str, tuple[int, int, int]]) -
     """Return the shapes of one input: of the named sizes, and any number of KV blocks."""
     names = _dim_names(value)
     fixed = [int(dim.dim_value) for dim in value.type.tensor_type.shape.dim]
-    most = _MAX_ELEMENTS // math.prod(size or 1 for size in fixed)
+    most = MAX_ELEMENTS // math.prod(size or 1 for size in fixed)
     sizes = {**sizes, "num_blocks": (1, min(most, _USUAL_BLOCKS), most)}
     by_dim = [sizes[n] if n else (f, f, f) for n, f in zip(names, fixed, strict=True)]
     least, usual, largest = (tuple(shape) for shape in zip(*by_dim, strict=True))
