@@ -48,10 +48,10 @@ demo: setup ## [ARCH=v2-lite|v2|v3]: build an engine, serve it, stream one compl
 checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3] [SEED=0]: write a small random checkpoint
 	@$(BIN)/python build_scripts/make_checkpoint.py --out "$$OUT" --arch "$${ARCH:-v2-lite}" --seed "$$SEED"
 
-engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime] [DRAFT=mtp]: build an engine directory (docs/tensorrt.md has more options)
+engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime] [DRAFT=mtp]: build an engine directory (more: docs/tensorrt.md, docs/tensorrt-llm.md)
 	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET" --draft "$$DRAFT" \
 		--max-batch "$$MAX_BATCH" --max-prefill "$$MAX_PREFILL" --max-chunk "$$MAX_CHUNK" --max-context "$$MAX_CONTEXT" \
-		--sm "$$SM" --timing-cache "$$TIMING_CACHE"
+		--tp "$$TP" --pp "$$PP" --ep "$$EP" --sm "$$SM" --timing-cache "$$TIMING_CACHE"
 
 serve: setup ## ENGINE=dir or CHECKPOINT=dir [HOST=127.0.0.1] [HTTP_PORT=8000] [GRPC_PORT=8001] [METRICS_PORT=8002]: serve in the foreground
 	@exec $(BIN)/python -m deepseek_triton.server --engine "$$ENGINE" --checkpoint "$$CHECKPOINT" \

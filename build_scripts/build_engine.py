@@ -12,6 +12,7 @@ from types import FrameType
 
 from deepseek_triton.build import graph_report
 from deepseek_triton.build.limits import CallLimits
+from deepseek_triton.build.parallel import Parallel
 from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.build.targets import TARGETS
 from deepseek_triton.checkpoint.config import find_config
@@ -53,6 +54,7 @@ def main() -> int:
             draft=args.draft == "mtp",
             limits=_limits(args),
             timing_cache=Path(args.timing_cache) if args.timing_cache else None,
+            parallel=_parallel(args),
         )
     except DeepseekTritonError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -73,6 +75,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-chunk", default="", help="tokens of a row in a prefill call")
     group.add_argument("--max-context", default="", help="tokens, prompt and output together")
     group.add_argument("--sm", default="", help="compute capabilities, such as 86,89 (RTX only)")
+    group.add_argument("--tp", default="", help="GPUs that share each layer (tensorrt_llm)")
+    group.add_argument("--pp", default="", help="stages that share the layers (tensorrt_llm)")
+    group.add_argument("--ep", default="", help="of --tp, how many share the experts by number")
     group.add_argument("--timing-cache", default="", help="file to start from and to update")
 
 
@@ -89,6 +94,14 @@ def _limits(args: argparse.Namespace) -> CallLimits:
         raise ConfigError(f"sizes must be whole numbers: {error}") from error
     names = tuple(name.strip() for name in args.sm.split(",") if name.strip())
     return CallLimits(**sizes, compute_capabilities=names)
+
+
+def _parallel(args: argparse.Namespace) -> Parallel:
+    given = {"tp": args.tp, "pp": args.pp, "ep": args.ep}
+    try:
+        return Parallel(**{name: int(text) for name, text in given.items() if text})
+    except ValueError as error:
+        raise ConfigError(f"TP, PP and EP must be whole numbers: {error}") from error
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

@@ -18,6 +18,7 @@ from deepseek_triton.build.manifest import (
     CheckpointOrigin,
     Manifest,
 )
+from deepseek_triton.build.parallel import Parallel
 from deepseek_triton.build.targets import Target, find_target
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.names import validate_checkpoint
@@ -50,35 +51,35 @@ def build_engine(
     draft: bool = False,
     limits: CallLimits | None = None,
     timing_cache: Path | None = None,
+    parallel: Parallel | None = None,
 ) -> Manifest:
     """Build the engine directory `engine_dir` from a Hugging Face checkpoint; return its manifest.
 
     `draft` adds the checkpoint's multi-token-prediction layer, for speculative decoding. `limits`
-    and `timing_cache` (a file that is read, if there, and written) are for targets that compile.
+    and `timing_cache` (a file that is read, if there, and written) are for targets that compile,
+    `parallel` for tensorrt_llm.
 
-    Weights stream from file to file, so memory stays near the largest tensor. An engine directory
-    that exists already is replaced at the very end.
+    Weights stream from file to file: memory stays near the largest tensor. An engine directory that
+    exists already is replaced at the very end.
 
-    Raises:
-        CheckpointError: the checkpoint cannot be read or is not supported.
-        ConfigError: an unknown target or precision, a block size out of range, or a draft for a
-            target that has none.
-        BuildError: `engine_dir` cannot be written.
+    Raises CheckpointError for a checkpoint that cannot be read or is not supported, ConfigError for
+    an option that is unknown, out of range or not for this target, BuildError when `engine_dir`
+    cannot be written.
     """
     checkpoint_dir = Path(checkpoint_dir)
     builder = find_target(target, precision)
-    block_size = builder.block_size if block_size is None else block_size
-    if not 1 <= block_size <= 1024:
-        raise ConfigError(f"block_size: {block_size} is not in 1 ... 1024")
-    if draft and not builder.drafts:
-        raise ConfigError(f"DRAFT: {target} cannot use a draft model; leave it out")
+    block_size = _check_options(builder, target, block_size, draft, parallel)
     spec, reader = _open_checkpoint(checkpoint_dir, draft)
     limits = _limits(target, builder, spec, limits, timing_cache)
     with create_engine_dir(engine_dir) as folder:
-        model_path = export_portable(
-            spec, reader, folder, precision=precision, block_size=block_size, draft=draft
-        )
-        model_path = _rewrite(builder, model_path, limits, timing_cache)
+        if builder.write is not None:
+            sizes = {"limits": limits, "parallel": parallel or Parallel()}
+            model_path = builder.write(spec, reader, checkpoint_dir, folder, precision, **sizes)
+        else:
+            model_path = export_portable(
+                spec, reader, folder, precision=precision, block_size=block_size, draft=draft
+            )
+            model_path = _rewrite(builder, model_path, limits, timing_cache)
         tokenizer_files = _copy_tokenizer(checkpoint_dir, folder)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
@@ -146,6 +147,20 @@ def describe_checkpoint(checkpoint_dir: Path) -> CheckpointOrigin:
     return CheckpointOrigin(folder.name, digest.hexdigest())
 
 
+def _check_options(
+    target: Target, name: str, block_size: int | None, draft: bool, parallel: Parallel | None
+) -> int:
+    """Return the block size to use; raise ConfigError for what the target cannot do."""
+    block_size = target.block_size if block_size is None else block_size
+    if not 1 <= block_size <= 1024:
+        raise ConfigError(f"block_size: {block_size} is not in 1 ... 1024")
+    if draft and not target.drafts:
+        raise ConfigError(f"DRAFT: {name} cannot use a draft model; leave it out")
+    if parallel not in (None, Parallel()) and target.write is None:
+        raise ConfigError(f"TP, PP, EP: {name} runs on one device; leave them out")
+    return block_size
+
+
 def _open_checkpoint(folder: Path, draft: bool) -> tuple[ModelSpec, CheckpointReader]:
     """Return what is in a checkpoint folder, after checking that nothing is missing."""
     spec = read_model_spec(folder)
@@ -178,7 +193,7 @@ def _limits(
     timing_cache: Path | None,
 ) -> CallLimits | None:
     """Return the limits to compile for; None for a target that does not compile."""
-    if target.compile is not None:
+    if target.has_limits:
         return (limits or CallLimits()).resolved(spec.max_position_embeddings)
     if limits not in (None, CallLimits()) or timing_cache is not None:
         raise ConfigError(

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from deepseek_triton.build import cuda, onnxruntime, tensorrt
+from deepseek_triton.build import cuda, onnxruntime, tensorrt, tensorrt_llm
 from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.errors import ConfigError
 
@@ -26,6 +26,13 @@ class Target:
     # Turns the rewritten model into a file of its own, given limits and a timing cache.
     compile: Callable[[Path, CallLimits, Path | None], Path] | None = None
     runtime_version: Callable[[], str] | None = None  # for a runtime that may be missing
+    # Writes the engine from the checkpoint itself; then there is no portable model.
+    write: Callable[..., Path] | None = None
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether its engines are made for a largest call."""
+        return self.compile is not None or self.write is not None
 
     def versions(self) -> dict[str, str]:
         """Return the versions that shape an engine, by distribution."""
@@ -40,6 +47,13 @@ TARGETS = {
     ),
     # The engine is the portable model itself: no version of PyTorch shapes it.
     "cuda": Target(("fp32", "fp16", "bf16"), "onnx", cuda.build, block_size=cuda.BLOCK_SIZE),
+    "tensorrt_llm": Target(
+        ("fp16", "bf16"),
+        "tensorrt-llm",
+        build=lambda model_path: None,
+        runtime_version=lambda: tensorrt_llm.RELEASE,
+        write=tensorrt_llm.write_checkpoint,
+    ),
     **{
         flavor.module: Target(
             ("fp32", "fp16", "bf16"),
@@ -48,7 +62,7 @@ TARGETS = {
             compile=partial(tensorrt.compile_engine, flavor),
             runtime_version=flavor.version,
         )
-        for flavor in (tensorrt.TENSORRT, tensorrt.TENSORRT_RTX)
+        for flavor in tensorrt.FLAVORS.values()
     },
 }
 

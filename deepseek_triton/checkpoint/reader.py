@@ -114,6 +114,14 @@ class CheckpointReader:
             )
         return self.read(name)
 
+    def linear(self, source: str, shape: tuple[int, int]) -> NDArray[Any]:
+        """Return the weight [N, K] of the linear layer `source`."""
+        return self.require(source + ".weight", shape)
+
+    def int4_group_size(self, source: str | None = None) -> int | None:
+        """Return the group size of an INT4 layer, or of any if no `source` is given; None: dense."""
+        return None
+
     def release(self) -> None:
         """Give the pages read so far back to the system; views stay valid and fault them in again.
 
