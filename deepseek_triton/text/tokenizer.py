@@ -115,6 +115,10 @@ class Tokenizer:
         """Return the text of `ids` without special tokens; unknown ids add nothing."""
         return self._library.decode(list(ids), skip_special_tokens=True)
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens included; unknown ids add nothing."""
+        return self._library.decode(list(ids), skip_special_tokens=False)
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes that an id adds to the text: b"" if special or unknown.
 

@@ -1,0 +1,154 @@
+"""What every request passes: id, key and limits, size of its body, log line and metrics.
+
+Pure ASGI: Starlette's BaseHTTPMiddleware would copy every chunk of a stream through a queue, and
+hide that the client is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+
+from deepseek_triton.gateway.config import GatewayOptions
+from deepseek_triton.gateway.errors import ApiError
+from deepseek_triton.gateway.keys import KeyRing
+from deepseek_triton.gateway.metrics import GatewayMetrics
+from deepseek_triton.gateway.record import RequestRecord, attach
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_GUARDED = re.compile(r"/(v1/|tokenize$|detokenize$)")
+_KNOWN_ROUTES = re.compile(r"/(v1/[a-z/]{1,40}|tokenize|detokenize|health|ready|metrics|)")
+
+
+class Gate:
+    """ASGI middleware around the whole application."""
+
+    def __init__(
+        self, app: App, options: GatewayOptions, metrics: GatewayMetrics, keys: KeyRing | None
+    ) -> None:
+        self._app = app
+        self._options = options
+        self._metrics = metrics
+        self._keys = keys
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one connection's request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        sent_id = headers.get("x-request-id", "")
+        request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else uuid.uuid4().hex
+        record = RequestRecord(request_id, scope["method"], scope["path"])
+        attach(scope, record)
+        sender = _Sender(send, record)
+        self._metrics.in_flight += 1
+        leave: Callable[[], None] | None = None
+        try:
+            leave = self._admit(scope, headers, record)
+            body = _Body(receive, self._options)
+            body.check_announced(headers.get("content-length", ""))
+            await self._app(scope, body.receive, sender.send)
+        except ApiError as error:
+            if not sender.started:
+                record.error = error.code or error.kind
+                response = JSONResponse(error.body(), error.status, error.headers)
+                await response(scope, receive, sender.send)
+        finally:
+            if leave is not None:
+                leave()
+            self._finish(record)
+
+    def _admit(
+        self, scope: MutableMapping[str, Any], headers: Headers, record: RequestRecord
+    ) -> Callable[[], None] | None:
+        # A browser asks for permission (OPTIONS) without the key.
+        if self._keys is None or scope["method"] == "OPTIONS":
+            return None
+        if not _GUARDED.match(scope["path"]):
+            return None
+        authorization = headers.get("authorization", "")
+        record.key = self._keys.name_of(authorization)
+        return self._keys.admit(authorization)
+
+    def _finish(self, record: RequestRecord) -> None:
+        seconds = time.perf_counter() - record.started
+        metrics = self._metrics
+        metrics.in_flight -= 1
+        route = record.path if _KNOWN_ROUTES.fullmatch(record.path) else "other"
+        if record.status == 404:
+            route = "other"  # or anybody could make up as many labels as there are paths
+        metrics.requests[route, record.status] += 1
+        metrics.disconnects += record.disconnected
+        metrics.prompt_tokens += record.prompt_tokens
+        metrics.cached_tokens += record.cached_tokens
+        metrics.completion_tokens += record.completion_tokens
+        if record.first_token_s is not None:
+            metrics.first_token.observe(record.first_token_s)
+            metrics.duration.observe(seconds)
+        record.log(seconds)
+
+
+class _Sender:
+    """Adds the request's id to the response and notes its status."""
+
+    def __init__(self, send: Send, record: RequestRecord) -> None:
+        self._send = send
+        self._record = record
+        self.started = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            self._record.status = message["status"]
+            request_id = (b"x-request-id", self._record.request_id.encode())
+            message["headers"] = [*message.get("headers", []), request_id]
+        await self._send(message)
+
+
+class _Body:
+    """Bounds the size of a request's body and the time that it may take."""
+
+    def __init__(self, receive: Receive, options: GatewayOptions) -> None:
+        self._receive = receive
+        self._options = options
+        self._size = 0
+        self._complete = False
+        self._deadline = time.monotonic() + options.body_timeout_s
+
+    def check_announced(self, content_length: str) -> None:
+        if content_length.isdigit():
+            self._check(int(content_length))
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), self._deadline - time.monotonic())
+        except asyncio.TimeoutError:
+            raise ApiError(408, "the request's body did not arrive in time") from None
+        self._size += len(message.get("body", b""))
+        self._check(self._size)
+        self._complete = not message.get("more_body", False)
+        return message
+
+    def _check(self, size: int) -> None:
+        limit = self._options.max_body_bytes
+        if size > limit:
+            raise ApiError(
+                413,
+                f"the request's body has more than {limit} bytes; shorten it",
+                code="request_too_large",
+            )
