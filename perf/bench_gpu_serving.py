@@ -4,8 +4,8 @@ The same requests go, in turns, to the engine in a process of its own and to a r
 over gRPC: random prompts of about 128 tokens, 128 greedy tokens each, all sent at once.
 Clients are several processes, so that they are not what is measured.
 
-    python perf/bench_gpu_serving.py                    # makes a DeepSeek-V2-Lite with random weights
-    python perf/bench_gpu_serving.py --engine <folder>  # an engine built with TARGET=cuda
+    python perf/bench_gpu_serving.py                   # makes a DeepSeek-V2-Lite of random weights
+    python perf/bench_gpu_serving.py --engine <folder> # an engine built with TARGET=cuda
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepseek_triton.kernels.experts import experts
-from deepseek_triton.kernels.experts_int4 import experts_int4
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.linear import linear
 from deepseek_triton.kernels.linear_int4 import linear_int4
 from deepseek_triton.kernels.routing import Routing, route, router
 from deepseek_triton.kernels.swiglu import swiglu
+from deepseek_triton.runner.cuda_attention import grouped_query_attention, latent_attention
 from deepseek_triton.runner.cuda_program import Call
 from deepseek_triton.runner.cuda_reference import REFERENCE, Operator, Value, rms_norm_of
 from deepseek_triton.runner.cuda_step import Step
@@ -67,6 +67,8 @@ def fused_moe(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
     if shared:
         x = _shared_expert(normed, shared[0], shared[1], x)
     if isinstance(gate_up, Int4Tensor):
+        from deepseek_triton.kernels.experts_int4 import experts_int4
+
         return experts_int4(normed, ids, weights, gate_up, down, residual=x)
     return experts(normed, ids, weights, gate_up, down, residual=x)
 
@@ -83,4 +85,6 @@ KERNELS: dict[str, Operator] = {
     "cuda.LinearInt4": fused_linear,
     "cuda.MoE": fused_moe,
     "cuda.MoEInt4": fused_moe,
+    "deepseek.GroupedQueryAttention": grouped_query_attention,
+    "deepseek.LatentAttention": latent_attention,
 }

@@ -99,10 +99,11 @@ class Shapes:
     """A checkpoint of zeros that take no memory: what export needs to lay a graph out."""
 
     def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return zeros of `shape`."""
         return np.broadcast_to(np.float32(0), shape)
 
     def release(self) -> None:
-        return
+        """Nothing is held."""
 
 
 def make_spec(config: dict[str, Any], **changes: Any) -> ModelSpec:
