@@ -1,0 +1,399 @@
+"""What linear_check.py runs: DeepSeek-V2-Lite and V3 shapes, and other tiles of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from deepseek_triton.kernels import experts as experts_module
+from deepseek_triton.kernels import linear as linear_module
+from deepseek_triton.kernels import linear_int4 as int4_module
+from deepseek_triton.kernels.experts import ExpertTile, experts, experts_reference
+from deepseek_triton.kernels.int4_tensor import Int4Tensor, pack_int4
+from deepseek_triton.kernels.linear import linear, linear_reference
+from deepseek_triton.kernels.linear_int4 import linear_int4
+from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference, router
+
+DEVICE = "cuda"
+DTYPE = torch.bfloat16
+V2_LITE = (2048, 66, 8, 1408)  # width, experts with the shared ones, chosen, expert width
+V3 = (7168, 257, 9, 2048)
+V2_ROUTING = Routing("softmax", 64, 6, num_shared=2)
+V3_ROUTING = Routing("sigmoid", 256, 8, 2.5, True, 8, 4, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """prepare() makes the data and returns run(i); check(run) returns the relative error."""
+
+    name: str
+    prepare: Callable[[], Callable[[int], Any]]
+    check: Callable[[Callable[[int], Any]], float]
+    bytes: float = 0.0
+    flops: float = 0.0
+    calls: int = 24
+    timed: bool = True
+    tolerance: float = 1e-2
+
+
+def all_cases(*, sweep: bool) -> Iterator[Case]:
+    """Yield every case; with `sweep` also those of other tiles."""
+    yield from linear_cases(sweep)
+    yield from int4_cases(sweep)
+    yield from routing_cases()
+    yield from expert_cases(sweep)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return ‖got − want‖ / ‖want‖; infinite if anything is not finite."""
+    got, want = got.double(), want.double()
+    if not bool(torch.isfinite(got).all()):
+        return float("inf")
+    return float((got - want).norm() / want.norm())
+
+
+def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Return normal data in the type under test."""
+    return torch.randn(*shape, device=DEVICE, dtype=DTYPE) * scale
+
+
+def poisoned(*shape: int) -> torch.Tensor:
+    """Return a tensor of NaN, so that what is not written shows."""
+    return torch.full(shape, float("nan"), device=DEVICE, dtype=DTYPE)
+
+
+# ------------------------------------------------------------------------------------------ linear
+
+
+def linear_case(rows: int, features: int, width: int, form: str, tile: Any = None) -> Case:
+    """A linear layer; `form` names what is fused into it."""
+    gated = form == "swiglu"
+
+    def prepare() -> Callable[[int], Any]:
+        total = features * (2 if gated else 1)
+        copies = max(2, min(24, int(400e6 / (total * width * 2))))
+        weights = [randn(total, width, scale=width**-0.5) for _ in range(copies)]
+        x, norm, residual = randn(rows, width), randn(width), randn(rows, features)
+        out = poisoned(rows, features)
+        options: dict[str, Any] = {"swiglu": gated}
+        if form in ("norm", "swiglu"):
+            options |= {"norm_weight": norm, "eps": 1e-6}
+        if form == "residual":
+            options |= {"residual": residual}
+
+        def run(i: int) -> Any:
+            if form == "cublas":
+                return x, weights[i % copies], options, torch.mm(x, weights[i % copies].T, out=out)
+            with patch.object(linear_module, "_tile", (lambda *_: tile) if tile else _TILE):
+                y = linear(x, weights[i % copies], out=out, **options)
+            return x, weights[i % copies], options, y
+
+        return run
+
+    def check(run: Callable[[int], Any]) -> float:
+        x, weight, options, y = run(1)
+        return relative(y, linear_reference(x, weight, **options))
+
+    name = f"linear {form} M={rows} {width}->{features}" + (f" {_short(tile)}" if tile else "")
+    moved = features * width * 2 * (2 if gated else 1)
+    return Case(name, prepare, check, moved, 2 * rows * moved / 2)
+
+
+_TILE = linear_module._tile
+
+
+def _short(tile: Any) -> str:
+    return "/".join(str(v) for v in vars(tile).values())
+
+
+def linear_cases(sweep: bool) -> Iterator[Case]:
+    """Yield the linear layers of a decode step and of a prefill."""
+    for rows in (1, 8, 64):
+        yield linear_case(rows, 3648, 2048, "norm")
+        yield linear_case(rows, 2048, 2048, "residual")
+        yield linear_case(rows, 10944, 2048, "swiglu")
+        yield linear_case(rows, 2048, 10944, "residual")
+        yield linear_case(rows, 102400, 2048, "plain")
+        yield linear_case(rows, 3648, 2048, "cublas")
+        yield linear_case(rows, 2048, 2048, "cublas")
+    yield linear_case(4096, 3648, 2048, "norm")
+    yield linear_case(3, 1000, 1111, "norm")
+    if not sweep:
+        return
+    tile = linear_module._Tile
+    for block_n, block_k, warps in ((2, 2048, 4), (4, 2048, 8), (8, 2048, 8), (2, 2048, 2)):
+        yield linear_case(1, 3648, 2048, "norm", tile(1, block_n, block_k, warps, 3))
+    for block_n, block_k, warps, stages in (
+        (16, 128, 4, 4),
+        (16, 512, 4, 3),
+        (32, 128, 4, 4),
+        (32, 256, 4, 4),
+        (16, 256, 2, 4),
+        (64, 128, 4, 4),
+    ):
+        for rows in (8, 64):
+            shape = tile(max(16, rows), block_n, block_k, warps, stages)
+            yield linear_case(rows, 3648, 2048, "norm", shape)
+    for block_n, block_k, warps, stages in ((64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 4)):
+        for rows in (8, 64):
+            shape = tile(max(16, rows), block_n, block_k, warps, stages)
+            yield linear_case(rows, 102400, 2048, "plain", shape)
+
+
+# -------------------------------------------------------------------------------------------- int4
+
+
+def random_int4(*shape: int, group: int = 128, symmetric: bool = True) -> Int4Tensor:
+    """Random weights […, N, K] of about unit gain."""
+    groups = -(-shape[-1] // group)
+    packed = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=DEVICE)
+    scales = (torch.rand(*shape[:-1], groups, device=DEVICE) + 0.5) * (shape[-1] ** -0.5 / 5)
+    zeros = None
+    if not symmetric:
+        zeros = torch.randint(5, 12, (*shape[:-1], groups), dtype=torch.uint8, device=DEVICE)
+    return pack_int4(packed, scales.to(DTYPE), zeros, group)
+
+
+def int4_case(
+    rows: int, features: int, width: int, group: int, symmetric: bool, tile: Any = None
+) -> Case:
+    """A W4A16 linear layer."""
+
+    def prepare() -> Callable[[int], Any]:
+        copies = max(2, min(48, int(200e6 / (features * width / 2))))
+        weights = [
+            random_int4(features, width, group=group, symmetric=symmetric) for _ in range(copies)
+        ]
+        x, out = randn(rows, width), poisoned(rows, features)
+
+        def run(i: int) -> Any:
+            with patch.object(int4_module, "_tile", (lambda *_: tile) if tile else _INT4_TILE):
+                return x, weights[i % copies], linear_int4(x, weights[i % copies], out=out)
+
+        return run
+
+    def check(run: Callable[[int], Any]) -> float:
+        x, weight, y = run(1)
+        return relative(y, linear_reference(x, weight.dense()))
+
+    kind = "sym" if symmetric else "zero"
+    name = f"int4 g{group} {kind} M={rows} {width}->{features}" + (f" {tile}" if tile else "")
+    moved = features * width * (0.5 + 2 / group)
+    return Case(name, prepare, check, moved, 2 * rows * features * width, calls=48)
+
+
+_INT4_TILE = int4_module._tile
+
+
+def int4_cases(sweep: bool) -> Iterator[Case]:
+    """Yield W4A16 linear layers."""
+    for rows in (1, 8, 64):
+        yield int4_case(rows, 3648, 2048, 128, True)
+        yield int4_case(rows, 2048, 2048, 128, False)
+        yield int4_case(rows, 21888, 2048, 128, True)
+        yield int4_case(rows, 2048, 10944, 32, True)
+    yield int4_case(8, 2048, 2048, 64, False)
+    yield int4_case(4096, 3648, 2048, 128, True)
+    yield int4_case(300, 1000, 1112, 32, False)
+    if sweep:
+        for tile in (
+            (16, 32, 2, 4),
+            (16, 32, 4, 4),
+            (16, 16, 1, 6),
+            (16, 64, 4, 6),
+            (16, 64, 4, 3),
+        ):
+            yield int4_case(1, 3648, 2048, 128, True, tile)
+        for tile in ((64, 64, 4, 3), (32, 64, 4, 4), (64, 128, 4, 3)):
+            yield int4_case(64, 3648, 2048, 128, True, tile)
+        for tile in ((64, 128, 4, 3), (128, 128, 4, 3), (128, 128, 8, 4), (256, 128, 8, 3)):
+            yield int4_case(4096, 3648, 2048, 128, True, tile)
+
+
+# ----------------------------------------------------------------------------------------- routing
+
+
+def routing_cases() -> Iterator[Case]:
+    """Yield router, choice and sorting."""
+    for name, routing, width in (("v2", V2_ROUTING, 2048), ("v3", V3_ROUTING, 7168)):
+        for tokens in (1, 8, 64, 1024):
+            yield route_case(f"route {name} T={tokens}", routing, tokens)
+            yield router_case(f"router {name} T={tokens}", routing.num_experts, width, tokens)
+    for tokens in (65, 1024, 8192):
+        yield group_case(tokens)
+
+
+def route_case(name: str, routing: Routing, tokens: int) -> Case:
+    """The choice of experts."""
+
+    def prepare() -> Callable[[int], Any]:
+        logits = torch.randn(tokens, routing.num_experts, device=DEVICE)
+        bias = None
+        if routing.kind == "sigmoid":
+            bias = torch.randn(routing.num_experts, device=DEVICE) * 0.1
+        return lambda i: (logits, bias, route(logits, routing, bias))
+
+    def check(run: Callable[[int], Any]) -> float:
+        logits, bias, (ids, weights) = run(0)
+        want_ids, want_weights = route_reference(logits, routing, bias)
+        return relative(weights, want_weights) if torch.equal(ids, want_ids) else 1.0
+
+    return Case(name, prepare, check, tolerance=1e-5)
+
+
+def router_case(name: str, experts: int, width: int, tokens: int) -> Case:
+    """Norm and router product."""
+
+    def prepare() -> Callable[[int], Any]:
+        x, norm = randn(tokens, width), randn(width)
+        weight = randn(experts, width, scale=width**-0.5).float()
+        return lambda i: (x, norm, weight, router(x, weight, norm, 1e-6))
+
+    def check(run: Callable[[int], Any]) -> float:
+        x, norm, weight, (normed, logits) = run(0)
+        want = torch.nn.functional.rms_norm(x.float(), (width,), norm.float(), 1e-6)
+        exact = relative(logits, normed.double() @ weight.double().T) < 1e-5
+        return relative(normed, want) if exact else 1.0
+
+    return Case(name, prepare, check, experts * width * 4)
+
+
+def group_case(tokens: int) -> Case:
+    """Sorting by expert."""
+
+    def prepare() -> Callable[[int], Any]:
+        ids = random_ids(tokens, 66, 8)
+        return lambda i: (ids, group_pairs(ids, 66, 64))
+
+    def check(run: Callable[[int], Any]) -> float:
+        ids, groups = run(0)
+        order = torch.sort(ids.flatten(), stable=True).indices
+        pairs = groups.pairs[groups.pairs >= 0]
+        owner = groups.block_experts.repeat_interleave(64)[groups.pairs >= 0]
+        same = torch.equal(pairs.long(), order) and torch.equal(owner, ids.flatten()[pairs.long()])
+        return 0.0 if same else 1.0
+
+    return Case(f"group_pairs T={tokens}", prepare, check)
+
+
+# ----------------------------------------------------------------------------------------- experts
+
+
+def random_ids(tokens: int, total: int, chosen: int, shared: int = 2) -> torch.Tensor:
+    """Ids [T, chosen] int32: routed ones drawn without repetition, then all shared ones."""
+    routed = torch.rand(tokens, total - shared, device=DEVICE).argsort(1)[:, : chosen - shared]
+    always = torch.arange(total - shared, total, device=DEVICE).expand(tokens, -1)
+    return torch.cat([routed, always], 1).int()
+
+
+def expert_case(tokens: int, shape: tuple[int, int, int, int], kind: str, tile: Any = None) -> Case:
+    """A mixture of experts, shared ones included."""
+    width, total, chosen, size = shape
+    shared = 2 if shape == V2_LITE else 1
+    ids_sets = 6
+
+    def prepare() -> Callable[[int], Any]:
+        make = _dense if kind == "bf16" else _int4_symmetric if kind == "int4" else _int4_zeros
+        copies = 2 if tokens <= 64 and shape == V2_LITE else 1
+        weights = [(make(total, 2 * size, width), make(total, width, size)) for _ in range(copies)]
+        x = randn(tokens, width)
+        ids = [random_ids(tokens, total, chosen, shared) for _ in range(ids_sets)]
+        scores = torch.rand(tokens, chosen, device=DEVICE)
+        residual, out = randn(tokens, width), poisoned(tokens, width)
+
+        def run(i: int) -> Any:
+            pair, chosen_ids = weights[i % copies], ids[i % ids_sets]
+            target = "few_tile" if tokens <= 64 else "grouped_tile"
+            with patch.object(
+                experts_module,
+                target,
+                (lambda *_, **__: tile) if tile else getattr(experts_module, target),
+            ):
+                y = experts(x, chosen_ids, scores, *pair, residual=residual, out=out)
+            return x, chosen_ids, scores, pair, residual, y
+
+        return run
+
+    def check(run: Callable[[int], Any]) -> float:
+        x, ids, scores, pair, residual, y = run(1)
+        few = min(tokens, 256)  # the reference is slow
+        want = experts_reference(x[:few], ids[:few], scores[:few], *pair, residual=residual[:few])
+        return relative(y[:few], want) if bool(torch.isfinite(y).all()) else float("inf")
+
+    active = total - shared
+    expected = active * (1 - (1 - (chosen - shared) / active) ** tokens) + shared
+    bytes_per_weight = 2.0 if kind == "bf16" else 0.5 + 2 / 128
+    moved = expected * 3 * width * size * bytes_per_weight
+    label = "v2" if shape == V2_LITE else "v3"
+    name = f"experts {kind} {label} T={tokens}" + (f" {_short(tile)}" if tile else "")
+    calls = 12 if tokens <= 64 else 2
+    return Case(
+        name, prepare, check, moved, tokens * chosen * 6 * width * size, calls=calls, tolerance=2e-2
+    )
+
+
+def _dense(*shape: int) -> torch.Tensor:
+    return randn(*shape, scale=shape[-1] ** -0.5)
+
+
+def _int4_symmetric(*shape: int) -> Int4Tensor:
+    return _stacked_int4(shape, True)
+
+
+def _int4_zeros(*shape: int) -> Int4Tensor:
+    return _stacked_int4(shape, False)
+
+
+def _stacked_int4(shape: tuple[int, ...], symmetric: bool) -> Int4Tensor:
+    parts = [random_int4(*shape[1:], symmetric=symmetric) for _ in range(shape[0])]
+    zeros = None if symmetric else torch.stack([p.zeros for p in parts if p.zeros is not None])
+    return Int4Tensor(
+        torch.stack([p.codes for p in parts]),
+        torch.stack([p.scales for p in parts]),
+        zeros,
+        parts[0].group_size,
+        parts[0].width,
+    )
+
+
+def expert_cases(sweep: bool) -> Iterator[Case]:
+    """Yield mixtures of experts."""
+    for kind in ("bf16", "int4"):
+        for tokens in (1, 2, 8, 64, 1024, 8192):
+            yield expert_case(tokens, V2_LITE, kind)
+    yield expert_case(8, V2_LITE, "int4z")
+    yield expert_case(64, V2_LITE, "int4z")
+    for tokens in (1, 8, 64):
+        yield expert_case(tokens, V3, "int4")
+    yield expert_case(8, V3, "bf16")
+    if not sweep:
+        return
+    for block_n, block_k, warps, stages in (
+        (32, 128, 4, 4),
+        (64, 64, 4, 4),
+        (64, 128, 4, 3),
+        (128, 64, 4, 4),
+        (128, 128, 4, 3),
+        (64, 256, 4, 3),
+    ):
+        yield expert_case(8, V2_LITE, "bf16", ExpertTile(16, block_n, block_k, warps, stages))
+        yield expert_case(64, V2_LITE, "bf16", ExpertTile(64, block_n, block_k, warps, stages))
+    for block_n, warps, stages in ((64, 4, 3), (64, 4, 6), (128, 8, 4), (128, 4, 4)):
+        for tokens in (1, 8, 64):
+            shape = ExpertTile(max(16, tokens), block_n, 128, warps, stages)
+            yield expert_case(tokens, V2_LITE, "int4", shape)
+    for block_n, block_k, warps, stages in (
+        (128, 64, 8, 3),
+        (128, 64, 4, 3),
+        (128, 64, 8, 4),
+        (256, 64, 8, 4),
+        (256, 32, 8, 4),
+    ):
+        for tokens in (1024, 8192):
+            rows = 128 if tokens * 8 >= 64 * 66 else 64
+            shape = ExpertTile(rows, block_n, block_k, warps, stages)
+            yield expert_case(tokens, V2_LITE, "bf16", shape)
