@@ -207,10 +207,11 @@ def _kv_cache_spec(spec: ModelSpec, precision: str, block_size: int, draft: bool
     dtype = np.dtype(find_precision(precision).dtype)
     return KVCacheSpec(
         num_layers=spec.num_layers + draft,
-        width=spec.attention.latent_width,
+        width=spec.attention.pool_width,
         block_size=block_size,
         dtype=dtype.name,
         itemsize=dtype.itemsize,
+        pools=spec.attention.pools,
     )
 
 

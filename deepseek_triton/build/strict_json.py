@@ -34,7 +34,7 @@ def from_plain(cls: type[T], data: Any, key: str = "") -> T:
     if not isinstance(data, dict):
         raise StrictJsonError(f"{key or 'top level'}: expected an object, found {data!r}")
     hints = get_type_hints(cls)
-    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = _names(cls)
     for problem, keys in (("unknown", set(data) - names), ("missing", names - set(data))):
         if keys:
             raise StrictJsonError(f"{_join(key, min(keys))}: {problem} key")
@@ -45,11 +45,24 @@ def _join(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
+def _member(union: list[Any], data: Any) -> Any:
+    """Return the member of a union of dataclasses that has the keys of `data`, else the first."""
+    keys = set(data) if isinstance(data, dict) else set()
+    exact = (hint for hint in union if dataclasses.is_dataclass(hint) and _names(hint) == keys)
+    return next(exact, union[0])
+
+
+def _names(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
 def _convert(hint: Any, data: Any, key: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         inner = [arg for arg in args if arg is not type(None)]
-        return None if data is None and len(inner) < len(args) else _convert(inner[0], data, key)
+        if data is None and len(inner) < len(args):
+            return None
+        return _convert(_member(inner, data), data, key)
     if dataclasses.is_dataclass(hint):
         return from_plain(hint, data, key)  # type: ignore[arg-type]
     if origin is tuple and isinstance(data, list):  # always tuple[X, ...] in our specs

@@ -12,10 +12,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from deepseek_triton.checkpoint.fields import Fields, describe, read_json_object
 from deepseek_triton.checkpoint.spec import (
+    Architecture,
     LatentAttentionSpec,
     ModelSpec,
     MoESpec,
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65536
 WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
-
-Architecture = Literal["deepseek_v2", "deepseek_v3"]
 
 ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -281,7 +280,7 @@ def _rope(fields: Fields, architecture: Architecture, max_positions: int) -> Rop
         dim=dim,
         theta=theta_source.positive("rope_theta", 10000.0),
         interleaved=architecture == "deepseek_v2" or fields.boolean("rope_interleave", True),
-        yarn=_yarn(rope, fields, max_positions) if rope_type == "yarn" else None,
+        scaling=_yarn(rope, fields, max_positions) if rope_type == "yarn" else None,
     )
 
 

@@ -9,7 +9,12 @@ from itertools import chain
 from typing import NamedTuple
 
 from deepseek_triton.checkpoint.reader import CheckpointReader
-from deepseek_triton.checkpoint.spec import ModelSpec, MoESpec
+from deepseek_triton.checkpoint.spec import (
+    GroupedQueryAttentionSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+    MoESpec,
+)
 from deepseek_triton.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +67,10 @@ def draft_tensors(spec: ModelSpec) -> Iterator[NamedShape]:
 def _layer(spec: ModelSpec, layer: int, *, has_experts: bool) -> Iterator[NamedShape]:
     prefix = layer_prefix(layer)
     yield NamedShape(prefix + "input_layernorm.weight", (spec.hidden_size,))
-    yield from _attention(spec, prefix + "self_attn.")
+    if isinstance(spec.attention, LatentAttentionSpec):
+        yield from _latent_attention(spec.attention, prefix + "self_attn.", spec.hidden_size)
+    else:
+        yield from _grouped_query(spec.attention, prefix + "self_attn.", spec.hidden_size)
     yield NamedShape(prefix + "post_attention_layernorm.weight", (spec.hidden_size,))
     if spec.moe is not None and has_experts:
         yield from _experts(spec.moe, prefix + "mlp.", spec.hidden_size)
@@ -70,8 +78,19 @@ def _layer(spec: ModelSpec, layer: int, *, has_experts: bool) -> Iterator[NamedS
         yield from _mlp(prefix + "mlp.", spec.hidden_size, spec.intermediate_size)
 
 
-def _attention(spec: ModelSpec, prefix: str) -> Iterator[NamedShape]:
-    attention, hidden = spec.attention, spec.hidden_size
+def _grouped_query(
+    attention: GroupedQueryAttentionSpec, prefix: str, hidden: int
+) -> Iterator[NamedShape]:
+    query_width, bias = attention.num_heads * attention.head_dim, attention.qkv_bias
+    yield from _linear(prefix + "q_proj", query_width, hidden, bias)
+    yield from _linear(prefix + "k_proj", attention.pool_width, hidden, bias)
+    yield from _linear(prefix + "v_proj", attention.pool_width, hidden, bias)
+    yield from _linear(prefix + "o_proj", hidden, query_width, attention.o_bias)
+
+
+def _latent_attention(
+    attention: LatentAttentionSpec, prefix: str, hidden: int
+) -> Iterator[NamedShape]:
     query_width = attention.num_heads * attention.qk_head_dim
     value_width = attention.num_heads * attention.v_head_dim
     key_value_width = attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim)

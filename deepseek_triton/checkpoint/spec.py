@@ -20,13 +20,42 @@ class YarnSpec:
 
 
 @dataclass(frozen=True)
+class LinearSpec:
+    """Position interpolation (arXiv 2306.15595): every frequency is divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Spec:
+    """Llama 3.1's scaling (arXiv 2407.21783): slow pairs are divided by `factor`, fast ones kept.
+
+    A pair is fast if it turns more than `high_freq_factor` times over the original context, slow if
+    less than `low_freq_factor` times; between them the frequency is mixed.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+RopeScaling = YarnSpec | LinearSpec | Llama3Spec
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding of the `dim` rotated dimensions of each head."""
 
     dim: int
     theta: float
     interleaved: bool  # pairs (0,1),(2,3)… rather than (0,dim/2),(1,dim/2+1)…
-    yarn: YarnSpec | None = None
+    scaling: RopeScaling | None = None
+
+    @property
+    def yarn(self) -> YarnSpec | None:
+        """The scaling, if it is YaRN."""
+        return self.scaling if isinstance(self.scaling, YarnSpec) else None
 
 
 @dataclass(frozen=True)
@@ -51,6 +80,45 @@ class LatentAttentionSpec:
     def latent_width(self) -> int:
         """Width of one cached row: compressed KV, then the shared rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of the KV pools of a layer."""
+        return ("kv",)
+
+    @property
+    def pool_width(self) -> int:
+        """Width of a row of each pool."""
+        return self.latent_width
+
+
+@dataclass(frozen=True)
+class GroupedQueryAttentionSpec:
+    """Attention whose heads share keys and values in groups (arXiv 2305.13245).
+
+    num_kv_heads divides num_heads: 1 is multi-query attention, num_heads multi-head attention.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # all of it is rotated
+    softmax_scale: float
+    qkv_bias: bool  # on the q, k and v projections
+    o_bias: bool
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of the KV pools of a layer: rotated keys, and values."""
+        return ("k", "v")
+
+    @property
+    def pool_width(self) -> int:
+        """Width of a row of each pool."""
+        return self.num_kv_heads * self.head_dim
+
+
+AttentionSpec = LatentAttentionSpec | GroupedQueryAttentionSpec
+Architecture = Literal["deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2"]
 
 
 @dataclass(frozen=True)
@@ -81,9 +149,9 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder of latent-attention layers, some with a dense MLP, the rest with experts."""
+    """A decoder whose layers share one kind of attention; some have a dense MLP, some experts."""
 
-    architecture: Literal["deepseek_v2", "deepseek_v3"]
+    architecture: Architecture
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -92,7 +160,7 @@ class ModelSpec:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention: LatentAttentionSpec
+    attention: AttentionSpec
     rope: RopeSpec
     moe: MoESpec | None
     bos_token_id: int | None

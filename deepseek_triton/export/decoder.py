@@ -7,7 +7,7 @@ import onnx
 
 from deepseek_triton.checkpoint.names import EMBEDDING, LM_HEAD, layer_prefix
 from deepseek_triton.checkpoint.spec import ModelSpec
-from deepseek_triton.export.attention import StepValues, latent_attention
+from deepseek_triton.export.attention import StepValues, attention
 from deepseek_triton.export.graph import GraphBuilder
 from deepseek_triton.export.mlp import gated_mlp, mixture_of_experts
 from deepseek_triton.export.modules import ModuleWriter
@@ -72,7 +72,7 @@ def decoder_layer(modules: ModuleWriter, layer: int, hidden: str, step: StepValu
     normed = modules.rms_norm(
         hidden, f"{name}.attention_norm", source + "input_layernorm", size, epsilon
     )
-    attended = latent_attention(modules, normed, layer, step)
+    attended = attention(modules, normed, layer, step)
     middle = graph.node("Add", [hidden, attended], f"{name}.attention_residual")
     normed = modules.rms_norm(
         middle, f"{name}.mlp_norm", source + "post_attention_layernorm", size, epsilon

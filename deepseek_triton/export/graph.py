@@ -62,6 +62,13 @@ class GraphBuilder:
         self._append(op, inputs, outputs, name, attributes)
         return outputs
 
+    def nodes(
+        self, op: str, inputs: Sequence[str], name: str, outputs: tuple[str, ...], **attributes: Any
+    ) -> tuple[str, ...]:
+        """Append a node with several outputs and return them."""
+        self._append(op, inputs, outputs, name, attributes)
+        return outputs
+
     def float32(self, x: str, name: str) -> str:
         """Return x as float32: x itself, or a Cast called `name` when the model is narrower."""
         if self.precision.onnx_type == onnx.TensorProto.FLOAT:

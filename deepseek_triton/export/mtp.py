@@ -18,6 +18,7 @@ import onnx
 
 from deepseek_triton.checkpoint.names import FINAL_NORM, layer_prefix
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.export.attention import new_row_outputs, pool_inputs
 from deepseek_triton.export.decoder import (
     decoder_layer,
     embed,
@@ -43,8 +44,7 @@ def write_draft_graph(
     hidden = graph.input("hidden", real, ("T", size))
     step = step_values(graph, spec, block_size)
     last_token = graph.input("last_token", onnx.TensorProto.INT32, ("B",))
-    width = spec.attention.latent_width
-    graph.input(f"kv_pool.{layer}", real, ("num_blocks", block_size, width))
+    pool_inputs(graph, spec, layer, block_size)
 
     def norm(x: str, name: str, source: str) -> str:
         return modules.rms_norm(x, name, source, size, spec.rms_norm_eps)
@@ -62,4 +62,4 @@ def write_draft_graph(
     last = last_rows(graph, output, ids, last_token)
     logits = output_logits(modules, norm(last, f"{name}.norm", source + "shared_head.norm"))
     graph.output(logits, real, ("B", spec.vocab_size))
-    graph.output(f"new_kv.{layer}", real, ("B", "S", width))
+    new_row_outputs(graph, spec, layer)

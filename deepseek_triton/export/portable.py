@@ -2,11 +2,12 @@
 
 Inputs of one step, padded to B rows of S tokens, with block tables padded to M ≥ 1 blocks:
     input_ids[B,S] positions[B,S] context_lens[B] block_tables[B,M] last_token[B]   int32
-    kv_pool.<l>[num_blocks, block_size, W]    one a layer, all values finite
+    <p>_pool.<l>[num_blocks, block_size, W]   all values finite
 Outputs:
     logits[B,V]           of the token at last_token in each row
-    new_kv.<l>[B,S,W]     rows to write into the pools at the tokens' slots
-Padding has position −1; its rows of new_kv mean nothing and must not be written.
+    new_<p>.<l>[B,S,W]    rows to write into the pools at the tokens' slots
+A layer has the pool p = kv with latent attention, k and v with grouped-query attention.
+Padding has position −1; its new rows mean nothing and must not be written.
 `layers.<l>.output` [B·S, D] inside the graph is the hidden state after layer l.
 
 With a draft (export/mtp.py) there is a third file, draft.onnx, and the model has one output more,
@@ -29,6 +30,7 @@ import onnx
 from deepseek_triton.checkpoint.names import FINAL_NORM
 from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import BuildError, ConfigError
+from deepseek_triton.export.attention import new_row_outputs, pool_inputs
 from deepseek_triton.export.decoder import (
     decoder_layer,
     embed,
@@ -97,9 +99,8 @@ def write_graph(
     last_token = graph.input("last_token", INT32, ("B",))
 
     hidden = embed(modules, ids)
-    width = spec.attention.latent_width
     for layer in range(spec.num_layers):
-        graph.input(f"kv_pool.{layer}", real, ("num_blocks", block_size, width))
+        pool_inputs(graph, spec, layer, block_size)
         hidden = decoder_layer(modules, layer, hidden, step)
 
     last = last_rows(graph, hidden, ids, last_token)
@@ -109,7 +110,7 @@ def write_graph(
     logits = output_logits(modules, normed)
     graph.output(logits, real, ("B", spec.vocab_size))
     for layer in range(spec.num_layers):
-        graph.output(f"new_kv.{layer}", real, ("B", "S", width))
+        new_row_outputs(graph, spec, layer)
 
 
 @contextlib.contextmanager

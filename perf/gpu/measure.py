@@ -47,7 +47,8 @@ def make_runner(
     """Return a runner whose cache holds random numbers."""
     cache = KVCacheSpec(
         num_layers=spec.num_layers,
-        width=spec.attention.latent_width,
+        width=spec.attention.pool_width,
+        pools=spec.attention.pools,
         block_size=BLOCK_SIZE,
         dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[precision],
         itemsize=4 if precision == "fp32" else 2,
