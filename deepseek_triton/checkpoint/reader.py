@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,17 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    file: Path
+class CheckpointTensor:
+    """One tensor, stored or made of stored ones."""
+
+    file: Path  # where it is, or a part of it
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    read: Callable[[], NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class _Entry:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
@@ -65,7 +75,7 @@ class CheckpointReader:
     def __init__(self, checkpoint_dir: Path | str) -> None:
         self._dir = Path(checkpoint_dir)
         self._maps: dict[Path, mmap.mmap] = {}
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, CheckpointTensor] = {}
         if (self._dir / SINGLE_FILE).is_file():
             self._add_file(self._dir / SINGLE_FILE)
         elif (self._dir / INDEX_FILE).is_file():
@@ -95,14 +105,9 @@ class CheckpointReader:
     def read(self, name: str) -> NDArray[Any]:
         """Return a tensor as a read-only view on the mapped file: no bytes are copied.
 
-        The view stays valid as long as it lives, `release` included. It may be unaligned.
+        A tensor that was put in place of others (`put`) is computed anew each time. The view stays valid as long as it lives, `release` included. It may be unaligned.
         """
-        tensor = self._find(name)
-        if math.prod(tensor.shape) == 0:  # a file without data cannot be mapped
-            return np.empty(tensor.shape, tensor.dtype)
-        return np.ndarray(
-            tensor.shape, tensor.dtype, buffer=self._map(tensor.file), offset=tensor.offset
-        )
+        return self._find(name).read()
 
     def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return `read(name)` after checking its shape."""
@@ -130,7 +135,19 @@ class CheckpointReader:
         for mapped in self._maps.values():
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _find(self, name: str) -> _Tensor:
+    def take(self, name: str) -> CheckpointTensor:
+        """Remove a tensor from the names and return it, to be part of another (`put`)."""
+        tensor = self._find(name)
+        del self._tensors[name]
+        return tensor
+
+    def put(self, name: str, tensor: CheckpointTensor) -> None:
+        """Present `tensor` under `name`. Raises CheckpointError if there is one already."""
+        if name in self._tensors:
+            raise CheckpointError(f"{tensor.file}: there are two tensors for {name}")
+        self._tensors[name] = tensor
+
+    def _find(self, name: str) -> CheckpointTensor:
         try:
             return self._tensors[name]
         except KeyError:
@@ -146,11 +163,17 @@ class CheckpointReader:
         return self._maps[file]
 
     def _add_file(self, file: Path) -> None:
-        for name, tensor in _read_header(file):
+        for name, entry in _read_header(file):
             other = self._tensors.get(name)
             if other is not None:
                 raise CheckpointError(f"{file}: tensor {name} is in {other.file.name} as well")
-            self._tensors[name] = tensor
+            read = partial(self._view, file, entry)
+            self._tensors[name] = CheckpointTensor(file, entry.dtype, entry.shape, read)
+
+    def _view(self, file: Path, entry: _Entry) -> NDArray[Any]:
+        if math.prod(entry.shape) == 0:  # a file without data cannot be mapped
+            return np.empty(entry.shape, entry.dtype)
+        return np.ndarray(entry.shape, entry.dtype, buffer=self._map(file), offset=entry.offset)
 
     def _add_shards(self, index: Path) -> None:
         weight_map = read_json_object(index).get("weight_map")
@@ -188,7 +211,7 @@ def _nothing_to_read(folder: Path) -> str:
     return message
 
 
-def _read_header(file: Path) -> Iterator[tuple[str, _Tensor]]:
+def _read_header(file: Path) -> Iterator[tuple[str, _Entry]]:
     """Yield the tensors of one file after checking that they fill it exactly."""
     try:
         size = file.stat().st_size
@@ -221,7 +244,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _parse_entry(file: Path, start: int, name: str, entry: Any) -> _Tensor:
+def _parse_entry(file: Path, start: int, name: str, entry: Any) -> _Entry:
     where = f"{file}: tensor {name}"
     try:
         dtype_name, shape, (begin, end) = (
@@ -241,10 +264,10 @@ def _parse_entry(file: Path, start: int, name: str, entry: Any) -> _Tensor:
         raise CheckpointError(
             f"{where}: {end - begin} bytes do not hold {dtype_name} of shape {list(shape)}"
         )
-    return _Tensor(file, dtype, shape, start + begin)
+    return _Entry(dtype, shape, start + begin)
 
 
-def _check_layout(file: Path, start: int, size: int, tensors: list[tuple[str, _Tensor]]) -> None:
+def _check_layout(file: Path, start: int, size: int, tensors: list[tuple[str, _Entry]]) -> None:
     position = start
     for name, tensor in sorted(tensors, key=lambda item: item[1].offset):
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
