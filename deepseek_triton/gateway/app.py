@@ -29,6 +29,7 @@ from deepseek_triton.gateway.gate import Gate
 from deepseek_triton.gateway.generation import Generation
 from deepseek_triton.gateway.keys import KeyRing
 from deepseek_triton.gateway.metrics import GatewayMetrics
+from deepseek_triton.gateway.page import add_page
 from deepseek_triton.gateway.pool import ServerPool
 from deepseek_triton.gateway.record import record_of
 from deepseek_triton.gateway.schema import (
@@ -209,6 +210,7 @@ def create_app(options: GatewayOptions, model: ServedModel) -> FastAPI:
         responses=ERRORS,
     )
     _add_routes(app, gateway)
+    add_page(app)
     _add_error_handlers(app)
     app.openapi = describe(app, with_keys=keys is not None)  # type: ignore[method-assign]
     if options.cors_origins:
