@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from deepseek_triton.checkpoint.fields import describe, read_json_object
 from deepseek_triton.errors import CheckpointError
+from deepseek_triton.quantize.int4 import Int4Linear, Int4Weight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -76,6 +77,7 @@ class CheckpointReader:
         self._dir = Path(checkpoint_dir)
         self._maps: dict[Path, mmap.mmap] = {}
         self._tensors: dict[str, CheckpointTensor] = {}
+        self._int4: dict[str, Int4Linear] = {}
         if (self._dir / SINGLE_FILE).is_file():
             self._add_file(self._dir / SINGLE_FILE)
         elif (self._dir / INDEX_FILE).is_file():
@@ -105,27 +107,32 @@ class CheckpointReader:
     def read(self, name: str) -> NDArray[Any]:
         """Return a tensor as a read-only view on the mapped file: no bytes are copied.
 
-        A tensor that was put in place of others (`put`) is computed anew each time. The view stays valid as long as it lives, `release` included. It may be unaligned.
+        The view stays valid as long as it lives, `release` included. It may be unaligned. A tensor
+        that was put in place of others (`put`) is an array, computed anew each time.
         """
         return self._find(name).read()
 
     def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return `read(name)` after checking its shape."""
-        tensor = self._find(name)
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, "
-                f"config.json asks for {list(shape)}"
-            )
+        self._check_shape(name, shape)
         return self.read(name)
 
-    def linear(self, source: str, shape: tuple[int, int]) -> NDArray[Any]:
-        """Return the weight [N, K] of the linear layer `source`."""
-        return self.require(source + ".weight", shape)
+    def linear(self, source: str, shape: tuple[int, int]) -> NDArray[Any] | Int4Weight:
+        """Return the weight [N, K] of the linear layer `source`, as the checkpoint holds it."""
+        layer = self._int4.get(source)
+        if layer is None:
+            return self.require(source + ".weight", shape)
+        self._check_shape(source + ".weight", shape)
+        return layer.read()
+
+    def int4(self, source: str) -> Int4Linear | None:
+        """Return the INT4 weight of the linear layer `source`, unread; None: it is dense."""
+        return self._int4.get(source)
 
     def int4_group_size(self, source: str | None = None) -> int | None:
-        """Return the group size of an INT4 layer, or of any if no `source` is given; None: dense."""
-        return None
+        """Return the group size of an INT4 layer, of any if no `source` is given; None: dense."""
+        layer = next(iter(self._int4.values()), None) if source is None else self.int4(source)
+        return None if layer is None else layer.group_size
 
     def release(self) -> None:
         """Give the pages read so far back to the system; views stay valid and fault them in again.
@@ -146,6 +153,24 @@ class CheckpointReader:
         if name in self._tensors:
             raise CheckpointError(f"{tensor.file}: there are two tensors for {name}")
         self._tensors[name] = tensor
+
+    def put_int4(self, source: str, layer: Int4Linear) -> None:
+        """Present the INT4 linear layer `source`; `source`.weight reads as its values."""
+
+        def values() -> NDArray[np.float32]:
+            return layer.read().dequantize()
+
+        weight = CheckpointTensor(layer.file, np.dtype(np.float32), layer.shape, values)
+        self.put(source + ".weight", weight)
+        self._int4[source] = layer
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        tensor = self._find(name)
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, "
+                f"config.json asks for {list(shape)}"
+            )
 
     def _find(self, name: str) -> CheckpointTensor:
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,27 +74,70 @@ class Int4Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class Int4Format:
-    """What can be known of an Int4Weight before its codes are read."""
+class Int4Linear:
+    """A linear layer's INT4 weight that has not been read yet.
 
+    Each callable reads and computes its part anew; their results are those of an Int4Weight.
+    """
+
+    file: Path  # that holds the codes, for messages
+    shape: tuple[int, int]  # (N, K)
     group_size: int
     symmetric: bool
-    input_order: NDArray[np.int32] | None = None
+    input_order: NDArray[np.int32] | None
+    codes: Callable[[], NDArray[np.uint8]]
+    scales: Callable[[], NDArray[np.float32]]
+    zero_points: Callable[[], NDArray[np.uint8] | None]  # None if and only if symmetric
 
-    def matches(self, other: Int4Format) -> bool:
-        """Whether two weights can be joined row after row into one."""
-        return self.group_size == other.group_size and np.array_equal(
-            _order(self.input_order), _order(other.input_order)
+    def read(self) -> Int4Weight:
+        """Return the whole weight."""
+        return Int4Weight(
+            self.codes(), self.scales(), self.zero_points(), self.group_size, self.input_order
         )
 
+    def with_groups_of(self, size: int) -> Int4Linear:
+        """Return the same values in smaller groups; `size` divides the group size."""
+        if size == self.group_size:
+            return self
+        if self.group_size % size and self.group_size < self.shape[1]:
+            raise ValueError(f"groups of {self.group_size} cannot be cut into groups of {size}")
+        copies, groups = -(-self.group_size // size), -(-self.shape[1] // size)
 
-def _order(input_order: NDArray[np.int32] | None) -> NDArray[np.int32]:
-    return np.empty(0, np.int32) if input_order is None else input_order
+        def scales() -> NDArray[np.float32]:
+            return np.repeat(self.scales(), copies, axis=1)[:, :groups]
+
+        def zero_points() -> NDArray[np.uint8] | None:
+            zeros = self.zero_points()
+            return None if zeros is None else np.repeat(zeros, copies, axis=1)[:, :groups]
+
+        return replace(self, group_size=size, scales=scales, zero_points=zero_points)
+
+
+def kernel_group_size(columns: int, group_size: int) -> int:
+    """Return the group size that kernels take for K = `columns`: 16, 32, 64 or 128 if it can be.
+
+    Groups are cut where they are larger or do not fill K; a single group fills any K. Without a way
+    to cut them they stay as they are.
+    """
+    sizes = (128, 64, 32, 16)
+    if group_size >= columns:
+        return next((size for size in sizes if columns % size == 0), sizes[0])
+    if group_size in sizes and columns % group_size == 0:
+        return group_size
+    common = math.gcd(columns, group_size)
+    return next((size for size in sizes if common % size == 0), group_size)
+
+
+def common_group_size(layers: Sequence[Int4Linear]) -> int | None:
+    """Return the group size in which all of `layers` can be written, or None."""
+    sizes = {kernel_group_size(layer.shape[1], layer.group_size) for layer in layers}
+    smallest = min(sizes)
+    return smallest if all(size % smallest == 0 for size in sizes) else None
 
 
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pack codes […, K], K even, into bytes […, K/2], the first of two codes in the low half."""
-    packed: NDArray[np.uint8] = codes[..., 1::2] << 4
+    packed: NDArray[np.uint8] = np.left_shift(codes[..., 1::2], np.uint8(4))
     packed |= codes[..., ::2]
     return packed
 

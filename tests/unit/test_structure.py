@@ -35,7 +35,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 # Plain data that every layer may read.
-PURE_DATA = {f"{PACKAGE}.checkpoint.spec", f"{PACKAGE}.kv_cache.spec"}
+PURE_DATA = {
+    f"{PACKAGE}.checkpoint.spec",
+    f"{PACKAGE}.kv_cache.spec",
+    f"{PACKAGE}.quantize.int4",
+}
 
 
 def tracked_python_files() -> list[Path]:
