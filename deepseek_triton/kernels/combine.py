@@ -18,8 +18,8 @@ def combine(partials: Partials, dtype: torch.dtype) -> torch.Tensor:
         return values[:, 0]
     out = torch.empty(batch, heads, dim, dtype=dtype, device=values.device)
     _combine[(batch, heads)](
-        values, lse, out,
-        SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), HEADS=heads,
+        values, lse, out, splits,
+        BLOCK_S=triton.next_power_of_2(splits), HEADS=heads,
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), **dependent_launch(values),
     )  # fmt: skip
     return out
@@ -49,8 +49,8 @@ def combine_project(
     kernel = _combine_project_one if block_b == 1 else _combine_project
     tiles = {} if block_b == 1 else {"BLOCK_B": block_b, "IEEE": w_uv.dtype == torch.float32}
     kernel[grid](
-        values, lse, w_uv, out, batch,
-        SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), HEADS=heads,
+        values, lse, w_uv, out, batch, splits,
+        BLOCK_S=triton.next_power_of_2(splits), HEADS=heads,
         RANK=rank, BLOCK_D=max(16, triton.next_power_of_2(rank)), V_DIM=v_dim, BLOCK_V=block_v,
         **tiles, **dependent_launch(values),
     )  # fmt: skip
@@ -74,36 +74,34 @@ def combine_project_reference(partials: Partials, w_uv: torch.Tensor) -> torch.T
 
 
 @triton.jit
-def _joined_lse(
-    lse_ptr, row, head, valid, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, HEADS: tl.constexpr
-):
+def _joined_lse(lse_ptr, row, head, valid, splits, BLOCK_S: tl.constexpr, HEADS: tl.constexpr):
     """Return log2 of the sum over all splits of rows [BLOCK_B]; 0 for a row without keys."""
     s = tl.arange(0, BLOCK_S)[None, :]
-    mask = valid[:, None] & (s < SPLITS)
+    mask = valid[:, None] & (s < splits)
     lse = tl.load(
-        lse_ptr + (row[:, None] * SPLITS + s) * HEADS + head, mask=mask, other=float("-inf")
+        lse_ptr + (row[:, None] * splits + s) * HEADS + head, mask=mask, other=float("-inf")
     )
     top = tl.max(lse, axis=1)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(lse - top[:, None]), axis=1)
-    return tl.where(total == 0, 0.0, top + tl.log2(total))
+    return tl.where(total == 0, 0.0, top + tl.log2(tl.maximum(total, 1e-37)))
 
 
 @triton.jit
 def _joined(
-    values_ptr, lse_ptr, row, head, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    values_ptr, lse_ptr, row, head, splits, BLOCK_S: tl.constexpr,
     HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Return the joined values [BLOCK_D] float32 of one row and head."""
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
-    if SPLITS == 1:
+    if BLOCK_S == 1:
         return tl.load(values_ptr + (row * HEADS + head) * RANK + d, mask=d < RANK, other=0).to(
             tl.float32
         )
     else:
-        part = (row * SPLITS + s) * HEADS + head
-        lse = tl.load(lse_ptr + part, mask=s < SPLITS, other=float("-inf"))
+        part = (row * splits + s) * HEADS + head
+        lse = tl.load(lse_ptr + part, mask=s < splits, other=float("-inf"))
         top = tl.max(lse, axis=0)
         weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
         weights = weights / tl.maximum(tl.sum(weights, axis=0), 1e-37)
@@ -112,24 +110,24 @@ def _joined(
         return tl.sum(values * weights[:, None], axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
-    values_ptr, lse_ptr, out_ptr,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, HEADS: tl.constexpr,
+    values_ptr, lse_ptr, out_ptr, splits,
+    BLOCK_S: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (b, h) owns head h of row b."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     await_inputs(PDL)
-    joined = _joined(values_ptr, lse_ptr, row, head, SPLITS, BLOCK_S, HEADS, DIM, BLOCK_D)
+    joined = _joined(values_ptr, lse_ptr, row, head, splits, BLOCK_S, HEADS, DIM, BLOCK_D)
     tl.store(out_ptr + (row * HEADS + head) * DIM + d, joined, mask=d < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_project_one(
-    values_ptr, lse_ptr, w_ptr, out_ptr, batch,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
+    values_ptr, lse_ptr, w_ptr, out_ptr, batch, splits,
+    BLOCK_S: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_D: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, b) owns BLOCK_V results of one head of row b."""
@@ -141,16 +139,16 @@ def _combine_project_one(
     w_head = w_ptr + head.to(tl.int64) * RANK * V_DIM
     w = tl.load(w_head + d[:, None] * V_DIM + v[None, :], mask=mask, other=0)
     await_inputs(PDL)
-    joined = _joined(values_ptr, lse_ptr, row, head, SPLITS, BLOCK_S, HEADS, RANK, BLOCK_D)
+    joined = _joined(values_ptr, lse_ptr, row, head, splits, BLOCK_S, HEADS, RANK, BLOCK_D)
     joined = joined.to(w.dtype).to(tl.float32)
     out = tl.sum(joined[:, None] * w.to(tl.float32), axis=0)
     tl.store(out_ptr + (row * HEADS + head) * V_DIM + v, out, mask=v < V_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_project(
-    values_ptr, lse_ptr, w_ptr, out_ptr, batch,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
+    values_ptr, lse_ptr, w_ptr, out_ptr, batch, splits,
+    BLOCK_S: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_D: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_B: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -164,21 +162,21 @@ def _combine_project(
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     w_head = w_ptr + head.to(tl.int64) * RANK * V_DIM
     await_inputs(PDL)
-    if SPLITS > 1:
-        whole = _joined_lse(lse_ptr, row, head, valid, SPLITS, BLOCK_S, HEADS)
+    if BLOCK_S > 1:
+        whole = _joined_lse(lse_ptr, row, head, valid, splits, BLOCK_S, HEADS)
     acc = tl.zeros([BLOCK_B, BLOCK_V], tl.float32)
     for start in tl.static_range(0, BLOCK_D, STEP):
         d = start + tl.arange(0, STEP)
         mask = (d < RANK)[:, None] & (v < V_DIM)[None, :]
         w = tl.load(w_head + d[:, None] * V_DIM + v[None, :], mask=mask, other=0)
         valid_d = (d < RANK)[None, :]
-        if SPLITS == 1:
+        if BLOCK_S == 1:
             part = (row * HEADS + head)[:, None] * RANK + d[None, :]
             joined = tl.load(values_ptr + part, mask=valid[:, None] & valid_d, other=0)
         else:
             joined = tl.zeros([BLOCK_B, STEP], tl.float32)
-            for s in range(SPLITS):
-                part = (row * SPLITS + s) * HEADS + head
+            for s in range(splits):
+                part = (row * splits + s) * HEADS + head
                 lse = tl.load(lse_ptr + part, mask=valid, other=float("-inf"))
                 there = (valid & (lse > float("-inf")))[:, None] & valid_d
                 values = tl.load(

@@ -127,13 +127,13 @@ def paged_decode(
     _paged_decode[grid](
         q, k_pool, v_pool, block_tables, context_lens, values, lse,
         key_filter.retained, mask, key_filter.key_experts, key_filter.query_experts,
-        scale * LOG2_E, key_filter.sink,
+        scale * LOG2_E, key_filter.sink, tile.splits,
         q.stride(0), q.stride(1), block_tables.stride(0), 0 if mask is None else mask.stride(0),
         K_ROW=k_pool.shape[2], V_ROW=(k_pool if v_pool is None else v_pool).shape[2],
         BLOCK_SIZE=k_pool.shape[1], HEADS=heads, GROUP_SIZE=group_size,
         DIM=value_dim, BLOCK_D=max(16, triton.next_power_of_2(value_dim)),
         ROPE=rope, BLOCK_R=max(16, triton.next_power_of_2(rope)),
-        SPLITS=tile.splits, BLOCK_N=tile.block_n, BLOCK_H=tile.block_h, STAGES=tile.stages,
+        WHOLE=whole, BLOCK_N=tile.block_n, BLOCK_H=tile.block_h, STAGES=tile.stages,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.warps, **dependent_launch(q),
     )  # fmt: skip
@@ -258,15 +258,15 @@ def _store_values(
     tl.store(values_ptr + result[:, None] * DIM + d, values, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "sink"])
 def _paged_decode(
     q_ptr, k_pool_ptr, v_pool_ptr, tables_ptr, lens_ptr, values_ptr, lse_ptr,
     retained_ptr, block_mask_ptr, key_experts_ptr, query_experts_ptr,
-    scale, sink, q_row, q_head, table_row, mask_row,
+    scale, sink, splits, q_row, q_head, table_row, mask_row,
     K_ROW: tl.constexpr, V_ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (s, i, b) owns split s of row b for the i-th BLOCK_H heads."""
@@ -279,7 +279,7 @@ def _paged_decode(
     table_ptr = tables_ptr + row * table_row
     length = tl.load(lens_ptr + row)
     tiles = tl.cdiv(length, BLOCK_N)
-    per_split = tl.cdiv(tiles, SPLITS)
+    per_split = tl.cdiv(tiles, splits)
     first = split * per_split
     last = tl.minimum(first + per_split, tiles)
 
@@ -287,7 +287,9 @@ def _paged_decode(
     q_heads = q_ptr + row * q_row + head * q_head
     q = _load_columns(q_heads, valid_h, DIM, BLOCK_D)
     q_rope = _load_columns(q_heads + DIM, valid_h, ROPE, BLOCK_R) if ROPE > 0 else q
-    retained = tl.load(retained_ptr + head, mask=valid_h, other=0) if retained_ptr is not None else head
+    retained = (
+        tl.load(retained_ptr + head, mask=valid_h, other=0) if retained_ptr is not None else head
+    )
     kept = tl.max(retained, axis=0)
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)  # added up over keys once, after the loop
@@ -320,9 +322,9 @@ def _paged_decode(
         top, total, acc = _attend(scores, v, visible, top, total, acc, scale, PRECISION)
         block = next_block
 
-    result = (row * SPLITS + split) * HEADS + head
+    result = (row * splits + split) * HEADS + head
     whole = tl.sum(total, axis=0)
-    if SPLITS == 1:
+    if WHOLE:
         values = tl.trans(acc) / tl.where(whole == 0, 1.0, whole)[:, None]
         _store_values(values_ptr, result, values, valid_h, DIM, BLOCK_D)
     else:

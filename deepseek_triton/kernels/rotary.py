@@ -59,7 +59,8 @@ def rotated(
 ):  # fmt: skip
     """Return the vectors at x_ptr [..., 1] turned, [..., BLOCK_R] float32.
 
-    Angles are at cos_ptr, sin_ptr [..., 1]; r [1, BLOCK_R] is the dimension; each value's partner is loaded a second time.
+    Angles are at cos_ptr, sin_ptr [..., 1]; r [1, BLOCK_R] is the dimension; each
+    value's partner is loaded a second time.
     """
     if INTERLEAVED:
         partner = r ^ 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,16 @@ BYTES_PER_US = 4.3e6  # a copy's rate, read and written
 FLOPS_PER_US = 780e6  # a large bf16 product's rate
 
 
-def main() -> None:
-    """Run the cases that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run_cases(description: str, all_cases: Callable[..., Iterable[cases.Case]]) -> None:
+    """Run those of `all_cases(sweep=…)` that the command line names."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--sweep", action="store_true", help="also other tile sizes")
     parser.add_argument("--no-time", action="store_true", help="check only")
     args = parser.parse_args()
     results = []
-    for case in cases.all_cases(sweep=args.sweep):
+    for case in all_cases(sweep=args.sweep):
         if args.only in case.name:
             results.append(measure(case, timed=not args.no_time))
             show(results[-1])
@@ -101,4 +101,4 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__.splitlines()[0], cases.all_cases)
