@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NewType, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deepseek_triton.errors import DeepseekTritonError
 
@@ -25,7 +28,7 @@ class FinishReason(str, Enum):
 class SamplingParams:
     """How the next token is chosen. Values are validated where they enter (backend/).
 
-    Order of application: penalties, end-id ban, temperature, top_k, top_p, draw.
+    Order of application: logit_bias, penalties, end-id ban, guide, temperature, top_k, top_p, draw.
     """
 
     temperature: float = 0.0  # 0 = greedy
@@ -37,6 +40,8 @@ class SamplingParams:
     min_tokens: int = 0  # the end id cannot be drawn before this many output tokens
     seed: int | None = None  # None = a fresh one for each request
     return_log_probs: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    top_log_probs: int = 0  # how many of the likeliest tokens are reported in each place
 
     @property
     def greedy(self) -> bool:
@@ -53,6 +58,31 @@ class SamplingParams:
         )
 
 
+TopLogProbs = tuple[tuple[int, float], ...]
+"""(token id, log prob) of the likeliest tokens in one place, the most likely first."""
+
+
+class GuideState(Protocol):
+    """Where one answer stands in the form that it must follow."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """Return the tokens that may come next: bit i % 32 of word i // 32 is token i's."""
+
+    def accept(self, token_id: int) -> str:
+        """Take the token that came; return what is wrong, "" if nothing."""
+
+
+class Guide(Protocol):
+    """A form that an answer must follow. Immutable."""
+
+    def start(self) -> GuideState:
+        """Return the state of an answer that has no token yet."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One validated prompt. Immutable; what changes while it runs is RequestState (engine/)."""
@@ -64,6 +94,7 @@ class Request:
     end_id: int | None = None  # None = never stop on a token
     deadline_ns: int | None = None  # time.monotonic_ns() at which the engine gives the request up
     more_end_ids: tuple[int, ...] = ()  # further ids that end it: some models have several
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True)
@@ -97,3 +128,4 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     error: DeepseekTritonError | None = None  # set when finish_reason is ERROR
     stats: RequestStats = RequestStats()
+    top_log_probs: tuple[TopLogProbs, ...] = ()  # one per token; empty unless asked for

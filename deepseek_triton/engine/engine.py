@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from deepseek_triton.config import SchedulerConfig
@@ -14,9 +14,9 @@ from deepseek_triton.engine.state import Emit, RequestState
 from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError, RequestFailedError
 from deepseek_triton.log import request_logger
 from deepseek_triton.metrics import EngineStats
-from deepseek_triton.request import FinishReason, Request, RequestKey, TokenOutput
+from deepseek_triton.request import FinishReason, Request, RequestKey, TokenOutput, TopLogProbs
 from deepseek_triton.runner.base import ModelRunner, Speculation, StepResult
-from deepseek_triton.scheduler import ScheduledStep, Scheduler
+from deepseek_triton.scheduler import ScheduledRow, ScheduledStep, Scheduler
 
 _logger = logging.getLogger(__name__)
 
@@ -227,28 +227,36 @@ class StepEngine:
         self._scheduler.commit(
             step,
             {row.request_key: len(more.token_ids) for row, more in pairs},
-            {row.request_key: len(more.draft_token_ids) for row, more in pairs},
+            {row.request_key: len(self._usable_drafts(row, more)) for row, more in pairs},
         )
-        firsts = zip(result.token_ids.tolist(), result.log_probs.tolist(), strict=True)
-        for (row, more), (token_id, log_prob) in zip(pairs, firsts, strict=True):
+        tops = result.top_log_probs or ((),) * len(step.rows)
+        firsts = zip(result.token_ids.tolist(), result.log_probs.tolist(), tops, strict=True)
+        for (row, more), (token_id, log_prob, top) in zip(pairs, firsts, strict=True):
             self._drafts += row.num_drafts
             self._right_drafts += len(more.token_ids)
             if row.samples:
                 state = self._states[row.request_key]
-                state.draft_token_ids = more.draft_token_ids
-                token_ids = (token_id, *more.token_ids)
-                self._take_tokens(state, token_ids, (log_prob, *more.log_probs), now_ns)
+                state.draft_token_ids = self._usable_drafts(row, more)
+                drawn = [(token_id, log_prob)]
+                drawn += zip(more.token_ids, more.log_probs, strict=True)
+                self._take_tokens(state, drawn, top, now_ns)
+
+    def _usable_drafts(self, row: ScheduledRow, more: Speculation) -> tuple[int, ...]:
+        return more.draft_token_ids if self._states[row.request_key].takes_drafts else ()
 
     def _take_tokens(
         self,
         state: RequestState,
-        token_ids: tuple[int, ...],
-        log_probs: tuple[float, ...],
+        drawn: Sequence[tuple[int, float]],
+        top: TopLogProbs,
         now_ns: int,
     ) -> None:
-        """Give a request the tokens that a step drew, up to the one that ends it."""
+        """Give a request the tokens that a step drew, with log probs, up to the one that ends it.
+
+        `top` are the likeliest tokens in place of the first.
+        """
         kept, reason, error = 0, None, None
-        for token_id, log_prob in zip(token_ids, log_probs, strict=True):
+        for token_id, log_prob in drawn:
             if token_id < 0:
                 reason = FinishReason.ERROR
                 error = RequestFailedError(
@@ -262,16 +270,33 @@ class StepEngine:
                 kept += 1
                 if state.append(token_id, log_prob, now_ns):
                     reason = FinishReason.LENGTH
+                if state.guide is not None:
+                    reason, error = self._follow_guide(state, token_id, reason)
             if reason is not None:
                 break
         self._tokens += kept
-        token_ids = token_ids[:kept]
-        log_probs = log_probs[:kept] if state.request.sampling.return_log_probs else ()
+        sampling = state.request.sampling
+        token_ids = tuple(token_id for token_id, _ in drawn[:kept])
+        log_probs = tuple(p for _, p in drawn[:kept]) if sampling.return_log_probs else ()
+        tops = (top,) if sampling.top_log_probs and kept else ()
         if reason is not None:
-            self._finish(state, reason, token_ids, log_probs, error)
+            self._finish(state, reason, token_ids, log_probs, error, tops)
         else:
             progress = self._scheduler.progress(state.request.request_key)
-            self._outbox.append((state.emit, state.output(progress, token_ids, log_probs)))
+            output = state.output(progress, token_ids, log_probs, top_log_probs=tops)
+            self._outbox.append((state.emit, output))
+
+    def _follow_guide(
+        self, state: RequestState, token_id: int, reason: FinishReason | None
+    ) -> tuple[FinishReason | None, RequestFailedError | None]:
+        """Tell a request's guide of its newest token; return why the request ends, if it does."""
+        if state.guide is None:
+            return reason, None
+        problem = state.guide.accept(token_id)
+        if problem:
+            message = f"the answer cannot be kept to its form: {problem}"
+            return FinishReason.ERROR, RequestFailedError(state.request.request_key, message)
+        return (FinishReason.STOP if state.guide.is_complete else reason), None
 
     def _finish(
         self,
@@ -280,6 +305,7 @@ class StepEngine:
         token_ids: tuple[int, ...] = (),
         log_probs: tuple[float, ...] = (),
         error: DeepseekTritonError | None = None,
+        top_log_probs: tuple[TopLogProbs, ...] = (),
     ) -> None:
         """Forget a request, free its blocks and put its last output into the outbox."""
         key = state.request.request_key
@@ -287,7 +313,7 @@ class StepEngine:
         self._scheduler.remove(key)
         del self._states[key]
         self._finished[reason.value] += 1
-        output = state.output(progress, token_ids, log_probs, reason, error)
+        output = state.output(progress, token_ids, log_probs, reason, error, top_log_probs)
         self._outbox.append((state.emit, output))
         log = request_logger(_logger, key)
         if error is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.errors import DeepseekTritonError
-from deepseek_triton.request import FinishReason, Request, RequestStats, TokenOutput
+from deepseek_triton.request import FinishReason, Request, RequestStats, TokenOutput, TopLogProbs
 from deepseek_triton.runner.base import RowSampling, StepRow
 from deepseek_triton.scheduler import Progress, ScheduledRow
 
@@ -37,6 +37,7 @@ class RequestState:
         "emit",
         "first_scheduled_time_ns",
         "first_token_time_ns",
+        "guide",
         "last_token_time_ns",
         "num_output",
         "request",
@@ -56,6 +57,7 @@ class RequestState:
         if not request.sampling.greedy:
             self._generator = np.random.Generator(np.random.Philox(request.sampling.seed))
         self._uniforms: list[float] = []
+        self.guide = None if request.guide is None else request.guide.start()
         self.draft_token_ids: tuple[int, ...] = ()  # guesses of the tokens after the last one
         self._next_index = 0
         self.num_output = 0
@@ -111,6 +113,7 @@ class RequestState:
             prompt_token_ids=prompt,
             output_token_ids=output,
             more_banned_ids=self.request.more_end_ids if ban else (),
+            allowed=None if self.guide is None else self.guide.allowed(),
         )
 
     def _uniform(self, ahead: int) -> float:
@@ -123,6 +126,15 @@ class RequestState:
         while len(self._uniforms) <= ahead:
             self._uniforms.append(self._generator.random())
         return self._uniforms[ahead]
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether more than one token may be drawn in a step.
+
+        A guide says what may come next only after the token before it, and the likeliest tokens
+        are reported for a row's first place alone.
+        """
+        return self.guide is None and not self.request.sampling.top_log_probs
 
     def ends_with(self, token_id: int) -> bool:
         """Whether `token_id` is an end id of this request."""
@@ -146,6 +158,7 @@ class RequestState:
         log_probs: tuple[float, ...],
         finish_reason: FinishReason | None = None,
         error: DeepseekTritonError | None = None,
+        top_log_probs: tuple[TopLogProbs, ...] = (),
     ) -> TokenOutput:
         """Return this request's next output, numbered."""
         index = self._next_index
@@ -168,4 +181,5 @@ class RequestState:
                 kv_blocks_allocated=progress.blocks_allocated,
                 preemptions=progress.preemptions,
             ),
+            top_log_probs=top_log_probs,
         )

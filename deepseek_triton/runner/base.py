@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.kv_cache.spec import KVCacheSpec
-from deepseek_triton.request import RequestKey, SamplingParams
+from deepseek_triton.request import RequestKey, SamplingParams, TopLogProbs
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,15 @@ class RowSampling:
     prompt_token_ids: NDArray[np.int32]  # [P]; read only when params.penalized
     output_token_ids: NDArray[np.int32]  # [O]; read only when params.penalized
     more_banned_ids: tuple[int, ...] = ()  # banned as well: a request may have several end ids
+    allowed: NDArray[np.uint32] | None = None  # bit i % 32 of word i // 32: token i may come
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token of the unmodified logits is the answer."""
+        params = self.params
+        bans = self.banned_id is not None or bool(self.more_banned_ids)
+        changed = params.penalized or bool(params.logit_bias) or bans or self.allowed is not None
+        return params.greedy and not changed
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class StepResult:
         np.float32
     ]  # [B] natural log-softmax of the unmodified logits; NaN unless asked
     speculation: tuple[Speculation, ...] = ()  # [B], or empty from a runner without a draft model
+    top_log_probs: tuple[TopLogProbs, ...] = ()  # [B], of the unmodified logits; empty: none asked
 
 
 class ModelRunner(Protocol):

@@ -25,6 +25,7 @@ from torch import Tensor
 from deepseek_triton.build.engine_dir import EngineDir, mismatch
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
+from deepseek_triton.request import TopLogProbs
 from deepseek_triton.runner.base import StepResult, StepRow
 from deepseek_triton.runner.cuda_batch import PrefillArrays
 from deepseek_triton.runner.cuda_device import allocate_pools, free_memory, open_device
@@ -32,7 +33,7 @@ from deepseek_triton.runner.cuda_graphs import DecodeBuckets
 from deepseek_triton.runner.cuda_model import CudaModel
 from deepseek_triton.runner.cuda_operators import load_model
 from deepseek_triton.runner.cuda_program import read_program
-from deepseek_triton.runner.cuda_sampling import asks_for_more, choose, greedy, unpack
+from deepseek_triton.runner.cuda_sampling import asks_for_more, choose, greedy, likeliest, unpack
 from deepseek_triton.runner.cuda_step import Prefill, Step
 
 logger = logging.getLogger(__name__)
@@ -141,9 +142,12 @@ class CudaRunner:
         token_ids = np.full(len(rows), -1, np.int32)
         log_probs = np.full(len(rows), np.nan, np.float32)
         parts = []
+        tops: dict[int, TopLogProbs] = {}
         with torch.inference_mode():
             for indices, logits, packed in self._compute(rows):
-                parts.append((indices, self._sample([rows[i] for i in indices], logits, packed)))
+                own = [rows[i] for i in indices]
+                parts.append((indices, self._sample(own, logits, packed)))
+                tops.update(zip(indices, likeliest(logits, own), strict=False))
         for indices, packed in parts:
             chosen, their_log_probs = unpack(packed)
             for k, index in enumerate(indices):
@@ -153,7 +157,8 @@ class CudaRunner:
                 token_ids[index] = chosen[k]
                 if sampling.params.return_log_probs and chosen[k] >= 0:
                     log_probs[index] = min(0.0, their_log_probs[k])
-        return StepResult(token_ids, log_probs)
+        found = tuple(tops.get(i, ()) for i in range(len(rows))) if tops else ()
+        return StepResult(token_ids, log_probs, top_log_probs=found)
 
     def forward(self, rows: Sequence[StepRow]) -> NDArray[np.float32]:
         """Run the model; return logits [n, V] of the last token of each row. Mutates the pools."""

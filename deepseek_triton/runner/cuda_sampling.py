@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepseek_triton.runner.base import RowSampling
-from deepseek_triton.runner.sampler import sample
+from deepseek_triton.request import TopLogProbs
+from deepseek_triton.runner.base import RowSampling, StepRow
+from deepseek_triton.runner.sampler import sample, top_log_probs
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -39,7 +40,14 @@ def unpack(packed: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     return token_ids, bits.view(np.float32)
 
 
+def likeliest(logits: Tensor, rows: Sequence[StepRow]) -> tuple[TopLogProbs, ...]:
+    """Return the likeliest tokens of rows that ask for some, of logits [n, V]; () if none does."""
+    if not any(row.sampling is not None and row.sampling.params.top_log_probs for row in rows):
+        return ()
+    counts = [0 if row.sampling is None else row.sampling.params.top_log_probs for row in rows]
+    return top_log_probs(logits.float().cpu().numpy(), counts)
+
+
 def asks_for_more(row: RowSampling) -> bool:
     """Whether the likeliest token of the unmodified logits is not the answer."""
-    bans = row.banned_id is not None or bool(row.more_banned_ids)
-    return not row.params.greedy or row.params.penalized or bans
+    return not row.plain

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepseek_triton.request import SamplingParams
+from deepseek_triton.request import SamplingParams, TopLogProbs
 from deepseek_triton.runner.base import RowSampling
 
 _MIN_TEMPERATURE = 1e-6  # lower ones would overflow float32 and already act as greedy
@@ -38,7 +38,7 @@ def sample(
     for i, row in enumerate(rows):
         if token_ids[i] < 0:
             continue
-        if not row.params.greedy or row.params.penalized or _bans(row):
+        if not row.plain:
             token_ids[i] = _choose(logits[i], row)
         if row.params.return_log_probs and token_ids[i] >= 0:
             log_probs[i] = _log_prob(logits[i], int(token_ids[i]), float(peaks[i]))
@@ -76,6 +76,29 @@ def _likeliest(logits: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[
     return best_ids, peaks
 
 
+def top_log_probs(logits: NDArray[np.float32], counts: Sequence[int]) -> tuple[TopLogProbs, ...]:
+    """Return the `counts` [n] likeliest tokens of each row of `logits` [n, V].
+
+    Their log probs are the natural log-softmax of the unmodified logits; of equal ones the lower
+    id comes first. () for a row without a finite maximum, and in place of all if none has a count.
+    """
+    if not any(counts):
+        return ()
+    return tuple(
+        _top_log_probs(values, count) if count else ()
+        for values, count in zip(logits, counts, strict=True)
+    )
+
+
+def _top_log_probs(logits: NDArray[np.float32], count: int) -> TopLogProbs:
+    peak = float(logits.max())
+    if not math.isfinite(peak):
+        return ()
+    ids = _top_k(logits, count) if count < logits.size else np.arange(logits.size)
+    ids = ids[np.argsort(-logits[ids], kind="stable")]
+    return tuple((token_id, _log_prob(logits, token_id, peak)) for token_id in ids.tolist())
+
+
 def _choose(logits: NDArray[np.float32], row: RowSampling) -> int:
     """Return the token of one row of finite peak; −1 if bans leave none."""
     adjusted = _adjust(logits, row)
@@ -97,20 +120,23 @@ def _choose(logits: NDArray[np.float32], row: RowSampling) -> int:
     return drawn if ids is None else int(ids[drawn])
 
 
-def _bans(row: RowSampling) -> bool:
-    return row.banned_id is not None or bool(row.more_banned_ids)
-
-
 def _adjust(logits: NDArray[np.float32], row: RowSampling) -> NDArray[np.float32]:
-    """Return `logits` [V] with penalties and bans applied; the same array if there are none."""
-    if not (row.params.penalized or _bans(row)):
+    """Return `logits` [V] with bias, penalties, bans and guide applied; the same array if none."""
+    params = row.params
+    banned = [i for i in (row.banned_id, *row.more_banned_ids) if i is not None]
+    if not (params.penalized or params.logit_bias or banned or row.allowed is not None):
         return logits
     adjusted = logits.copy()
-    if row.params.penalized:
-        _penalize(adjusted, row.params, row.prompt_token_ids, row.output_token_ids)
-    for banned in (row.banned_id, *row.more_banned_ids):
-        if banned is not None and 0 <= banned < adjusted.size:
-            adjusted[banned] = -np.inf
+    for token_id, bias in params.logit_bias:
+        adjusted[token_id] += np.float32(bias)
+    if params.penalized:
+        _penalize(adjusted, params, row.prompt_token_ids, row.output_token_ids)
+    for token_id in banned:
+        if 0 <= token_id < adjusted.size:
+            adjusted[token_id] = -np.inf
+    if row.allowed is not None:
+        bits = np.unpackbits(row.allowed.view(np.uint8), bitorder="little", count=adjusted.size)
+        adjusted[bits == 0] = -np.inf
     return adjusted
 
 

@@ -28,7 +28,7 @@ from deepseek_triton.build.tensorrt import FLAVORS, MAX_ELEMENTS
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.runner.base import StepResult, StepRow
-from deepseek_triton.runner.sampler import sample
+from deepseek_triton.runner.sampler import sample, top_log_probs
 from deepseek_triton.runner.tensorrt_calls import DECODE, PREFILL, Call, CallPlanner, CallShape
 from deepseek_triton.runner.tensorrt_device import CudaDevice, Device
 
@@ -109,7 +109,10 @@ class TensorRTRunner:
         samplings = [s for index in order if (s := rows[index].sampling) is not None]
         if samplings:
             token_ids[order], log_probs[order] = sample(logits, samplings)
-        return StepResult(token_ids, log_probs)
+        counts = [sampling.params.top_log_probs for sampling in samplings]
+        found = dict(zip(order, top_log_probs(logits, counts), strict=False))
+        tops = tuple(found.get(i, ()) for i in range(len(rows))) if found else ()
+        return StepResult(token_ids, log_probs, top_log_probs=tops)
 
     def forward(self, rows: Sequence[StepRow]) -> tuple[list[int], NDArray[np.float32]]:
         """Run the model; return the indices of the sampling rows and their logits [n, V].
