@@ -52,6 +52,6 @@ class Parallel:
                 )
         if self.pp > spec.num_layers:
             raise ConfigError(f"PP: {self.pp} is more than the model's {spec.num_layers} layers")
-        heads = getattr(spec.attention, "num_kv_heads", self.tp)
+        heads = spec.attention.num_kv_heads
         if heads % self.tp and self.tp % heads:
             raise ConfigError(f"TP: {self.tp} and the model's {heads} KV heads do not divide")

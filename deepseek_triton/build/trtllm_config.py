@@ -6,10 +6,18 @@ deepseek_v2/config.py, models/llama/config.py, models/qwen/config.py, layers/moe
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from deepseek_triton.build.parallel import Parallel
-from deepseek_triton.checkpoint.spec import LatentAttentionSpec, ModelSpec, MoESpec
+from deepseek_triton.checkpoint.spec import (
+    GroupedQueryAttentionSpec,
+    LatentAttentionSpec,
+    LinearSpec,
+    Llama3Spec,
+    ModelSpec,
+    MoESpec,
+)
 from deepseek_triton.errors import ConfigError
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
@@ -21,6 +29,8 @@ _GREEDY, _GROUP_LIMITED_GREEDY, _NOAUX_TC = 0, 1, 2
 
 def check_supported(spec: ModelSpec) -> None:
     """Raise ConfigError for a model that TensorRT-LLM 1.2's engines cannot run."""
+    if spec.architecture not in _ARCHITECTURES:
+        raise ConfigError(f"TARGET: tensorrt_llm is not written for {spec.architecture} models")
     if not isinstance(spec.attention, LatentAttentionSpec):
         return
     problem = None
@@ -76,7 +86,7 @@ def checkpoint_config(
     }
     if isinstance(spec.attention, LatentAttentionSpec):
         return common | _deepseek(spec, spec.attention)
-    return common | _grouped_query(spec)
+    return common | _grouped_query(spec, spec.attention)
 
 
 _ARCHITECTURES = {
@@ -162,8 +172,7 @@ def _moe(moe: MoESpec) -> dict[str, Any]:
     }
 
 
-def _grouped_query(spec: ModelSpec) -> dict[str, Any]:
-    attention: Any = spec.attention
+def _grouped_query(spec: ModelSpec, attention: GroupedQueryAttentionSpec) -> dict[str, Any]:
     config = {
         "num_key_value_heads": attention.num_kv_heads,
         "head_size": attention.head_dim,
@@ -180,10 +189,11 @@ def _grouped_query(spec: ModelSpec) -> dict[str, Any]:
 
 def _rope_scaling(spec: ModelSpec) -> dict[str, Any] | None:
     """As Hugging Face states it, which TensorRT-LLM keeps."""
-    scaling: Any = getattr(spec.rope, "scaling", None)
+    scaling = spec.rope.scaling
     if scaling is None:
         return None
-    names = {"LinearSpec": "linear", "Llama3Spec": "llama3"}
-    fields = {name: getattr(scaling, name) for name in scaling.__dataclass_fields__}
-    kind = names[type(scaling).__name__]
-    return {"type": kind, "rope_type": kind, **fields}
+    kinds = {LinearSpec: "linear", Llama3Spec: "llama3"}
+    if type(scaling) not in kinds:
+        raise ConfigError("TARGET: TensorRT-LLM 1.2 has no YaRN for this architecture")
+    kind = kinds[type(scaling)]
+    return {"type": kind, "rope_type": kind, **dataclasses.asdict(scaling)}

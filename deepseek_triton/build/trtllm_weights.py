@@ -17,7 +17,12 @@ from numpy.typing import DTypeLike, NDArray
 from deepseek_triton.build.parallel import Parallel
 from deepseek_triton.checkpoint.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from deepseek_triton.checkpoint.reader import CheckpointReader
-from deepseek_triton.checkpoint.spec import LatentAttentionSpec, ModelSpec, MoESpec
+from deepseek_triton.checkpoint.spec import (
+    GroupedQueryAttentionSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+    MoESpec,
+)
 from deepseek_triton.checkpoint.writer import LazyTensor
 from deepseek_triton.errors import ConfigError
 from deepseek_triton.quantize.int4 import Int4Weight
@@ -119,7 +124,9 @@ class RankWeights:
                 spec.attention, f"{name}attention.", source + "self_attn."
             )
         else:
-            yield from self._grouped_query_attention(f"{name}attention.", source + "self_attn.")
+            yield from self._grouped_query_attention(
+                spec.attention, f"{name}attention.", source + "self_attn."
+            )
         if spec.moe is not None and layer in spec.moe_layers:
             yield from self._experts(spec.moe, f"{name}mlp.", source + "mlp.")
         else:
@@ -177,9 +184,10 @@ class RankWeights:
             f"{name}dense", source + "o_proj", hidden, attention.num_heads * value
         )
 
-    def _grouped_query_attention(self, name: str, source: str) -> Iterator[LazyTensor]:
+    def _grouped_query_attention(
+        self, attention: GroupedQueryAttentionSpec, name: str, source: str
+    ) -> Iterator[LazyTensor]:
         """q, k and v one after another; ranks beyond the KV heads hold copies of them."""
-        attention: Any = self._spec.attention
         hidden, dim, tp = self._spec.hidden_size, attention.head_dim, self._parallel.tp
         parts = []
         for letter, heads in (
@@ -287,7 +295,10 @@ class RankWeights:
                 f"{name}: its parts {', '.join(s.source for s in shares)} are quantized differently"
             )
         if size is None:
-            dense = (self._reader.linear(s.source, s.shape)[s.rows, s.columns] for s in shares)
+            dense = (
+                self._reader.require(s.source + ".weight", s.shape)[s.rows, s.columns]
+                for s in shares
+            )
             yield self._tensor(f"{name}.weight", shape, dense)
             return
         half, groups = (shape[0] // 2, shape[1]), -(-shape[1] // size)
