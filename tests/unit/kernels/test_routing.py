@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference, router
+
+ROUTINGS = {
+    "v2_lite": Routing("softmax", 64, 6, num_shared=2),
+    "v2": Routing("softmax", 160, 6, 16.0, num_groups=8, top_groups=3),
+    "v3": Routing("sigmoid", 256, 8, 2.5, True, num_groups=8, top_groups=4, num_shared=1),
+    "one_group": Routing("sigmoid", 6, 2, 1.0, True),
+    "not_normalised": Routing("sigmoid", 12, 4, 1.5, False, num_groups=4, top_groups=2),
+    "odd": Routing("softmax", 5, 3),
+}
+
+
+def bias_of(routing: Routing) -> torch.Tensor | None:
+    return torch.randn(routing.num_experts) * 0.1 if routing.kind == "sigmoid" else None
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_choice_and_weights(name: str) -> None:
+    routing = ROUTINGS[name]
+    logits, bias = torch.randn(5, routing.num_experts), bias_of(routing)
+    ids, weights = route(logits, routing, bias)
+    want_ids, want_weights = route_reference(logits, routing, bias)
+    assert ids.dtype == torch.int32
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_equal_scores_go_to_the_lower_expert(name: str) -> None:
+    routing = ROUTINGS[name]
+    logits = torch.randn(4, routing.num_experts).round()
+    logits[0] = 0.0
+    bias = None if routing.kind == "softmax" else torch.zeros(routing.num_experts)
+    ids, _ = route(logits, routing, bias)
+    assert torch.equal(ids, route_reference(logits, routing, bias)[0])
+    assert ids[0, : routing.top_k].tolist() == list(range(routing.top_k))
+
+
+def test_softmax_weights_are_the_probabilities_and_shared_experts_count_whole() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]])
+    ids, weights = route(logits, Routing("softmax", 4, 2, 3.0, num_shared=1))
+    probabilities = logits.softmax(-1)[0]
+    assert ids.tolist() == [[1, 2, 4]]
+    assert weights[0].tolist() == pytest.approx(
+        [3 * float(probabilities[1]), 3 * float(probabilities[2]), 1.0], rel=1e-5
+    )
+
+
+def test_ids_stay_in_range_when_logits_are_nan() -> None:
+    ids, _ = route(torch.full((2, 6), float("nan")), Routing("softmax", 6, 2))
+    assert bool(((ids >= 0) & (ids < 6)).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_router_norms_and_multiplies(tokens: int, dtype: torch.dtype) -> None:
+    x, norm = torch.randn(tokens, 300, dtype=dtype), torch.randn(300, dtype=dtype)
+    weight = torch.randn(9, 300) / 300**0.5
+    normed, logits = router(x, weight, norm, 1e-5)
+    want = torch.nn.functional.rms_norm(x.double(), (300,), norm.double(), 1e-5)
+    torch.testing.assert_close(normed.double(), want, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(
+        logits.double(), normed.double() @ weight.double().T, rtol=1e-4, atol=1e-5
+    )
+
+
+def sorted_blocks(ids: torch.Tensor, experts: int, rows: int) -> list[tuple[int, list[int]]]:
+    """(expert, pairs) of each block, by hand."""
+    flat = ids.flatten().tolist()
+    blocks = []
+    for expert in range(experts):
+        mine = [pair for pair, chosen in enumerate(flat) if chosen == expert]
+        blocks += [(expert, mine[i : i + rows]) for i in range(0, len(mine), rows)]
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "experts", "rows"),
+    [(1, 6, 66, 16), (100, 6, 66, 16), (90, 2, 3, 32), (16, 1, 4, 16)],
+)
+def test_pairs_are_sorted_by_expert_and_padded(
+    tokens: int, chosen: int, experts: int, rows: int
+) -> None:
+    ids = torch.stack([torch.randperm(experts)[:chosen] for _ in range(tokens)]).int()
+    check_groups(ids, experts, rows)
+
+
+def test_all_tokens_to_the_same_experts() -> None:
+    check_groups(torch.tensor([[2, 0]]).repeat(70, 1).int(), 5, 16)
+
+
+def check_groups(ids: torch.Tensor, experts: int, rows: int) -> None:
+    groups = group_pairs(ids, experts, rows)
+    want = sorted_blocks(ids, experts, rows)
+    assert len(want) <= groups.block_experts.numel()
+    unused = groups.block_experts.numel() - len(want)
+    assert groups.block_experts.tolist() == [expert for expert, _ in want] + [-1] * unused
+    slots = [pairs + [-1] * (rows - len(pairs)) for _, pairs in want] + [[-1] * rows] * unused
+    assert groups.pairs.view(-1, rows).tolist() == slots
