@@ -10,15 +10,18 @@ SEED   ?= 0
 PRECISION ?= fp32
 TARGET ?= onnxruntime
 DRAFT ?=
+METHOD ?= awq
+GROUP ?= 128
+SYMMETRIC ?= 0
 # Not taken from the environment: some shells set HOST to the machine's name.
 HOST := 127.0.0.1
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 # Recipes read what the user gave from the environment, where no quote or space can break them.
-export OUT CHECKPOINT ENGINE PRECISION TARGET DRAFT ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT
+export OUT CHECKPOINT ENGINE PRECISION TARGET DRAFT METHOD GROUP SYMMETRIC CALIBRATION TEXT REFERENCE ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT
 
-.PHONY: help setup setup-test demo checkpoint engine serve check test perf-smoke clean
+.PHONY: help setup setup-test demo checkpoint engine quantize evaluate serve check test perf-smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +55,12 @@ engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime]
 	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET" --draft "$$DRAFT" \
 		--max-batch "$$MAX_BATCH" --max-prefill "$$MAX_PREFILL" --max-chunk "$$MAX_CHUNK" --max-context "$$MAX_CONTEXT" \
 		--tp "$$TP" --pp "$$PP" --ep "$$EP" --sm "$$SM" --timing-cache "$$TIMING_CACHE"
+
+quantize: setup ## CHECKPOINT=dir OUT=dir [METHOD=awq|rtn] [GROUP=32|64|128] [SYMMETRIC=0|1] [CALIBRATION=text]: write an INT4 checkpoint
+	@$(BIN)/python build_scripts/quantize.py --checkpoint "$$CHECKPOINT" --out "$$OUT" --method "$$METHOD" --group "$$GROUP" --symmetric "$$SYMMETRIC" --calibration "$$CALIBRATION"
+
+evaluate: setup ## ENGINE=dir [TEXT=file, folder or wheel] [REFERENCE=engine dir]: perplexity and greedy agreement
+	@$(BIN)/python build_scripts/evaluate.py --engine "$$ENGINE" --text "$$TEXT" --reference "$$REFERENCE"
 
 serve: setup ## ENGINE=dir or CHECKPOINT=dir [HOST=127.0.0.1] [HTTP_PORT=8000] [GRPC_PORT=8001] [METRICS_PORT=8002]: serve in the foreground
 	@exec $(BIN)/python -m deepseek_triton.server --engine "$$ENGINE" --checkpoint "$$CHECKPOINT" \

@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Measure an engine: loss on given text, agreement with another engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepseek_triton.build.engine_dir import load_engine_dir
+from deepseek_triton.errors import ConfigError, DeepseekTritonError
+from deepseek_triton.evaluate.perplexity import (
+    Scores,
+    agreement,
+    continue_greedily,
+    cut_windows,
+    score_windows,
+)
+from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
+from deepseek_triton.text.documents import read_documents, standard_library, token_stream
+from deepseek_triton.text.tokenizer import Tokenizer
+
+PROMPT_TOKENS = 64  # taken from the beginning of a window
+NEW_TOKENS = 32
+
+
+def main() -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", required=True, help="engine directory")
+    parser.add_argument("--reference", default="", help="engine directory to compare with")
+    parser.add_argument(
+        "--text",
+        default="",
+        help="text file, folder or wheel; or .xz, tokens as train_demo.py keeps them "
+        "(this Python's standard library)",
+    )
+    parser.add_argument("--windows", type=int, default=64, help="at most so many, spread evenly")
+    parser.add_argument("--window-length", type=int, default=512, help="tokens predicted in each")
+    parser.add_argument("--json", default="", help="file to write the figures to")
+    args = parser.parse_args()
+    if not args.engine:
+        print("usage: make evaluate ENGINE=<folder> [TEXT=<text>]", file=sys.stderr)
+        return 2
+    try:
+        figures = evaluate(
+            Path(args.engine),
+            Path(args.reference) if args.reference else None,
+            args.text,
+            args.windows,
+            args.window_length,
+        )
+    except DeepseekTritonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    for name, value in figures.items():
+        print(f"{name:32} {value:.4f}" if isinstance(value, float) else f"{name:32} {value}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def evaluate(
+    engine: Path, reference: Path | None, text: str, windows: int, length: int
+) -> dict[str, Any]:
+    """Return what is to be said of `engine`, by name."""
+    tokens = _tokens(engine, text)
+    cut = cut_windows(tokens, length, windows)
+    scores, outputs = _measure(engine, cut)
+    figures: dict[str, Any] = {
+        "engine": engine.name,
+        "megabytes": _size(engine) / 1e6,
+        "tokens": int(scores.log_probs.size),
+        "loss_nats_per_token": scores.loss,
+        "standard_error": scores.standard_error,
+        "perplexity": math.exp(scores.loss),
+    }
+    if reference is not None:
+        other, expected = _measure(reference, cut)
+        difference = Scores(scores.log_probs - other.log_probs, scores.best_ids)
+        figures |= {
+            "reference_loss_nats_per_token": other.loss,
+            "loss_over_reference": difference.loss,
+            "standard_error_of_difference": difference.standard_error,
+            "same_next_token": agreement(scores, other),
+            "same_greedy_continuation": float((outputs == expected).all(axis=1).mean()),
+        }
+    return figures
+
+
+def _measure(engine: Path, windows: NDArray[np.int32]) -> tuple[Scores, NDArray[np.int32]]:
+    """Score `windows` and continue their beginnings."""
+    spec = load_engine_dir(engine, verify_contents=False).manifest.kv_cache
+    longest = max(windows.shape[1], PROMPT_TOKENS + NEW_TOKENS)
+    runner = OnnxRuntimeRunner.load(engine, num_blocks=spec.blocks_for(longest))
+    with closing(runner):
+        scores = score_windows(runner, windows, engine.name)
+        return scores, continue_greedily(runner, windows[:, :PROMPT_TOKENS], NEW_TOKENS)
+
+
+def _tokens(engine: Path, text: str) -> NDArray[np.int32]:
+    if text.endswith(".xz"):
+        try:
+            data = lzma.decompress(Path(text).read_bytes())
+        except (OSError, lzma.LZMAError) as error:
+            raise ConfigError(f"TEXT: {text} cannot be read ({error})") from error
+        return np.frombuffer(data, "<u2").astype(np.int32)
+    documents = read_documents(Path(text)) if text else standard_library()
+    return token_stream(Tokenizer.load(engine), documents, None if text else 1 << 20)
+
+
+def _size(engine: Path) -> int:
+    return sum(
+        entry.size for entry in load_engine_dir(engine, verify_contents=False).manifest.files
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

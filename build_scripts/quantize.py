@@ -1,0 +1,72 @@
+#!/usr/bin/env python3
+"""Quantise a Hugging Face checkpoint to INT4 (AWQ or round-to-nearest)."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from deepseek_triton.calibrate.quantize import METHODS, QuantizeOptions, quantize_checkpoint
+from deepseek_triton.checkpoint.config import find_config
+from deepseek_triton.errors import DeepseekTritonError
+from deepseek_triton.text.documents import read_documents, standard_library
+
+
+def main() -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", required=True, help="folder with config.json")
+    parser.add_argument("--out", required=True, help="folder to make")
+    parser.add_argument("--method", default="awq", help=f"one of {', '.join(METHODS)}")
+    parser.add_argument(
+        "--group", type=int, default=128, help="input channels a scale: 32, 64, 128"
+    )
+    parser.add_argument("--symmetric", type=int, default=0, choices=(0, 1), help="no zero points")
+    parser.add_argument(
+        "--calibration",
+        default="",
+        help="text file, folder or wheel to calibrate with (this Python's standard library)",
+    )
+    parser.add_argument("--windows", type=int, default=64, help="of calibration text")
+    parser.add_argument("--window-length", type=int, default=512, help="tokens in each")
+    args = parser.parse_args()
+    if not args.checkpoint or not args.out:
+        print("usage: make quantize CHECKPOINT=<folder> OUT=<folder>", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    signal.signal(signal.SIGTERM, _stop)
+    documents = read_documents(Path(args.calibration)) if args.calibration else standard_library()
+    try:
+        find_config(args.checkpoint)
+        options = QuantizeOptions(
+            args.method, args.group, bool(args.symmetric), args.windows, args.window_length
+        )
+        report = quantize_checkpoint(Path(args.checkpoint), Path(args.out), options, documents)
+    except DeepseekTritonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; the same command goes on from there", file=sys.stderr)
+        return 130
+    before, after = report["bytes_before"] / 1e6, report["bytes_after"] / 1e6
+    count, left = len(report["linears"]), len(report["left_in_floating_point"])
+    print(f"{args.out}: {before:,.1f} MB → {after:,.1f} MB, {count} linear layers in INT4")
+    if left:
+        print(
+            f"{left} more stay in floating point: groups of {args.group} do not fill their inputs"
+        )
+    if report["without_tokens"]:
+        print(f"{len(report['without_tokens'])} saw no token and were rounded to nearest")
+    return 0
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
