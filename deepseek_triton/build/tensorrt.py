@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import onnx
 
 from deepseek_triton.build.limits import CallLimits
-from deepseek_triton.build.trt_builder import Profile, Range, TensorRTBuild
+from deepseek_triton.build.trt_builder import Profile, Range, TensorRTBuild, interruptibly
 from deepseek_triton.build.trt_graph import build as build
 from deepseek_triton.build.trt_sidecar import write_sidecar
 from deepseek_triton.errors import ConfigError
@@ -89,19 +90,23 @@ def compile_engine(
     """
     trt = flavor.load()
     _check_options(flavor, limits, timing_cache)
-    work = TensorRTBuild(trt, model_path)
-    profiles = list(_profiles(model_path, limits))
-    for profile in profiles:
-        work.add_profile(profile)
-    if limits.compute_capabilities:
-        work.set_compute_capabilities(limits.compute_capabilities)
-    if timing_cache is not None:
-        work.use_timing_cache(timing_cache)
     engine_path = model_path.with_name(ENGINE_FILE)
-    work.compile(engine_path)
-    if timing_cache is not None:
-        work.save_timing_cache(timing_cache)
-    write_sidecar(trt, work.network, profiles, limits, engine_path)
+    profiles = list(_profiles(model_path, limits))
+
+    def work(cancelled: threading.Event) -> None:
+        compiler = TensorRTBuild(trt, model_path)
+        for profile in profiles:
+            compiler.add_profile(profile)
+        if limits.compute_capabilities:
+            compiler.set_compute_capabilities(limits.compute_capabilities)
+        if timing_cache is not None:
+            compiler.use_timing_cache(timing_cache)
+        compiler.compile(engine_path, cancelled)
+        if timing_cache is not None:
+            compiler.save_timing_cache(timing_cache)
+        write_sidecar(trt, compiler.network, profiles, limits, engine_path)
+
+    interruptibly(work)
     _remove_model(model_path)
     logger.info("compiled %s, %.1f MB", engine_path.name, engine_path.stat().st_size / 1e6)
     return engine_path

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -21,6 +22,8 @@ from deepseek_triton.errors import BuildError, ConfigError
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES = 6  # later ones follow from the first
+
+_T = TypeVar("_T")
 
 Range = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Smallest, usual and largest shape of an input."""
@@ -104,34 +107,28 @@ class TensorRTBuild:
         temporary.write_bytes(bytes(self._config.get_timing_cache().serialize()))
         temporary.replace(path)
 
-    def compile(self, engine_path: Path) -> None:
-        """Compile into the file `engine_path`.
-
-        Ctrl-C ends the build at its next step, within seconds, and leaves no file.
+    def compile(self, engine_path: Path, cancelled: threading.Event) -> None:
+        """Compile into the file `engine_path`; end at the next step once `cancelled` is set.
 
         Raises:
-            BuildError: the build failed, or the file cannot be written.
-            KeyboardInterrupt: after the build has ended.
+            BuildError: the build failed or was cancelled; there is no file then.
+            OSError: the file cannot be written.
         """
-        cancelled = threading.Event()
-        with tqdm(desc="tensorrt", unit="step", disable=None) as bar:
-            self._config.progress_monitor = monitor = _make_monitor(self._trt, bar, cancelled)
-            try:
-                with engine_path.open("wb") as file:
-                    writer = _make_writer(self._trt, file.write)
-                    ok = _interruptibly(lambda: self._build(writer), cancelled)
-            except BaseException:
-                engine_path.unlink(missing_ok=True)
-                raise
-            finally:
-                self._config.progress_monitor = None
-                del monitor
-        if writer.failure is not None:
+        try:
+            with (
+                tqdm(desc="tensorrt", unit="step", disable=None) as bar,
+                engine_path.open("wb") as file,
+            ):
+                self._config.progress_monitor = _make_monitor(self._trt, bar, cancelled)
+                writer = _make_writer(self._trt, file.write)
+                ok = self._build(writer)
+            if writer.failure is not None:
+                raise writer.failure
+            if not ok:
+                raise BuildError(_message("TensorRT cannot build the model", self._errors))
+        except BaseException:
             engine_path.unlink(missing_ok=True)
-            raise writer.failure
-        if not ok:
-            engine_path.unlink(missing_ok=True)
-            raise BuildError(_message("TensorRT cannot build the model", self._errors))
+            raise
 
     def _build(self, writer: Any) -> bool:
         if hasattr(self._builder, "build_serialized_network_to_stream"):
@@ -146,34 +143,29 @@ class TensorRTBuild:
         return [_parse_error(error) for error in errors] or self._errors
 
 
-def _interruptibly(work: Callable[[], bool], cancelled: threading.Event) -> bool:
-    """Run `work` in a thread, so that this one hears Ctrl-C; then `cancelled` is set.
+def interruptibly(work: Callable[[threading.Event], _T]) -> _T:
+    """Run `work` in a thread of its own and return its result; Ctrl-C sets the event it gets.
 
-    TensorRT calls back from C++, where a KeyboardInterrupt must not be raised.
+    TensorRT calls back from C++, where the KeyboardInterrupt that Python raises in the main thread
+    must not arise: it is lost or ends the process.
+
+    Raises:
+        KeyboardInterrupt: after `work` has ended, whatever its result.
     """
-    outcome: list[bool | BaseException] = []
-
-    def run() -> None:
+    cancelled = threading.Event()
+    executor = ThreadPoolExecutor(1, thread_name_prefix="tensorrt-build")
+    future = executor.submit(work, cancelled)
+    while not future.done():
         try:
-            outcome.append(work())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="tensorrt-build")
-    thread.start()
-    while thread.is_alive():
-        try:
-            thread.join(timeout=0.2)
+            wait([future], timeout=0.2)
         except KeyboardInterrupt:
             if not cancelled.is_set():
                 logger.warning("stopping the build at its next step")
             cancelled.set()
+    executor.shutdown()
     if cancelled.is_set():
         raise KeyboardInterrupt
-    (result,) = outcome
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return future.result()
 
 
 def _message(problem: str, errors: Sequence[str]) -> str:
