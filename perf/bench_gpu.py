@@ -51,9 +51,11 @@ def check() -> dict[str, Any]:
     """Relative errors of logits against float32 PyTorch: of the kernels, and of PyTorch in bf16."""
     from checks import logit_errors
 
-    errors = {f"{p}_{g}": logit_errors(p, g) for p in ("bf16", "fp16") for g in (0, 128)}
-    for name, error in errors.items():
-        print(f"  {name}: {error}")
+    errors: dict[str, Any] = {}
+    for precision, group_size in (("bf16", 0), ("fp16", 0), ("bf16", 128)):
+        name = f"{precision}_{group_size}"
+        errors[name] = logit_errors(precision, group_size)
+        print(f"  {name}: {errors[name]}", flush=True)
     return errors
 
 

@@ -54,8 +54,38 @@ def decode_size(batch: int, blocks: int) -> int:
     return batch * (4 + blocks)
 
 
-class PrefillArrays:
-    """Packed arrays of ragged rows, T tokens and K keys in all."""
+class PackedPrompts:
+    """Views [T] of ids, positions and slots, and of `rows` row ends, on one buffer.
+
+    Tokens that are not filled are padding. Rows that are not filled have no tokens, and the first
+    token stands for their last.
+    """
+
+    def __init__(self, buffer: Ints, tokens: int, rows: int) -> None:
+        """`buffer` holds `prompts_size(tokens, rows)` numbers."""
+        self.token_ids, self.positions, self.slots = buffer[: 3 * tokens].reshape(3, tokens)
+        self.cu_lens = buffer[3 * tokens : 3 * tokens + rows + 1]
+        self.logit_rows = buffer[3 * tokens + rows + 1 :]
+        self.positions[:], self.slots[:] = -1, -1
+
+    def fill(self, rows: Sequence[StepRow], block_size: int) -> None:
+        """Take whole prompts: rows without cached tokens."""
+        packed = RaggedRows(rows, block_size)
+        total, count = len(packed.token_ids), len(rows)
+        self.token_ids[:total], self.token_ids[total:] = packed.token_ids, 0
+        self.positions[:total], self.positions[total:] = packed.positions, -1
+        self.slots[:total], self.slots[total:] = packed.slots, -1
+        self.cu_lens[: count + 1], self.cu_lens[count + 1 :] = packed.cu_q, total
+        self.logit_rows[:count], self.logit_rows[count:] = packed.logit_rows, 0
+
+
+def prompts_size(tokens: int, rows: int) -> int:
+    """Numbers in the buffer of PackedPrompts."""
+    return 3 * tokens + 2 * rows + 1
+
+
+class RaggedRows:
+    """Rows of any lengths packed one after another: T tokens and K keys in all."""
 
     def __init__(self, rows: Sequence[StepRow], block_size: int) -> None:
         self.q_lens = tuple(len(row.token_ids) for row in rows)
@@ -74,7 +104,7 @@ class PrefillArrays:
         self.logit_rows = self.cu_q[1:] - 1
 
     def parts(self) -> list[NDArray[np.int32] | NDArray[np.int64]]:
-        """Return what travels, in the order of `split`."""
+        """Return what travels to the device, in this order."""
         return [
             *(self.token_ids, self.positions, self.slots),
             *(self.cu_q, self.cu_k, self.logit_rows, self.key_slots),

@@ -1,10 +1,10 @@
-"""Decode steps as CUDA graphs: one for each bucket of batch size and context length.
+"""Steps as CUDA graphs: one for each bucket of batch size and context, or of prompt tokens.
 
 A graph replays hundreds of kernels for the cost of one launch, but with fixed addresses and grids.
-So each bucket has buffers of its own, a batch is padded to its bucket with rows that write and read
-nothing, and what attention must know of a row's length it reads on the device. The context bucket
-only fixes how wide the block table is, by which attention chooses how many ways to split the keys.
-All graphs are captured when the engine starts and share one memory pool; none is made later.
+So each bucket has buffers of its own, a step is padded to its bucket with tokens that write and
+read nothing, and what attention must know of a row's length it reads on the device. The context
+bucket only fixes how wide the block table is, by which attention chooses how many ways to split the
+keys. All graphs are captured when the engine starts and share one memory pool; none is made later.
 """
 
 from __future__ import annotations
@@ -18,22 +18,30 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deepseek_triton.runner.base import StepRow
-from deepseek_triton.runner.cuda_batch import DecodeArrays, decode_size
-from deepseek_triton.runner.cuda_step import Decode, Step
+from deepseek_triton.runner.cuda_batch import (
+    DecodeArrays,
+    PackedPrompts,
+    decode_size,
+    prompts_size,
+)
+from deepseek_triton.runner.cuda_step import Decode, Prefill, Step
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[Step], Tensor]
-Finish = Callable[[Tensor], Tensor]
+Compute = Callable[[Step], tuple[Tensor, Tensor]]
+"""Runs a step: logits [R, V], and what is fetched of them every time."""
 
-_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+PROMPT_TOKENS = (64, 128, 256, 384, 512, 768, 1024)
+"""Longer prompts keep the device busy for longer than it takes to launch their kernels."""
+PROMPT_ROWS = 16
 _FIRST_CONTEXT = 2048  # tokens
 _CONTEXT_STEP = 8
 
 
 def batch_buckets(max_batch: int) -> tuple[int, ...]:
     """Return ascending batch sizes that end with `max_batch`."""
-    return (*(b for b in _BATCHES if b < max_batch), max_batch)
+    return (*(b for b in BATCHES if b < max_batch), max_batch)
 
 
 def block_buckets(max_context_len: int, block_size: int) -> tuple[int, ...]:
@@ -45,103 +53,134 @@ def block_buckets(max_context_len: int, block_size: int) -> tuple[int, ...]:
     return (*widths, -(-max_context_len // block_size))
 
 
+class FixedStep:
+    """A step in buffers of its own, and its graph once it is captured."""
+
+    def __init__(self, size: int, device: torch.device, compute: Compute) -> None:
+        """`size` numbers travel to the device each time."""
+        self.size = size
+        self.host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.device = self.host.to(device)
+        self.step: Step | None = None  # over views of `device`; set once by the owner
+        self._compute = compute
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: tuple[Tensor, Tensor] | None = None
+
+    def capture(self, stream: torch.cuda.Stream, pool: object) -> None:
+        """Record the step; `host` holds padding alone, so that the KV pools stay as they are."""
+        self.device.copy_(self.host)
+        self._run()  # compiles kernels and creates handles, which a capture must not
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self._outputs = self._run()
+        self._graph = graph
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Run the step that `host` describes; the result is overwritten by the next run."""
+        self.device.copy_(self.host, non_blocking=True)
+        if self._graph is None or self._outputs is None:
+            return self._run()
+        self._graph.replay()
+        return self._outputs
+
+    def _run(self) -> tuple[Tensor, Tensor]:
+        if self.step is None:
+            raise RuntimeError("a fixed step without a step")
+        return self._compute(self.step)
+
+
+def capture_all(steps: Sequence[FixedStep], device: torch.device) -> None:
+    """Capture every step into one memory pool."""
+    # The largest first: the others then fit into the memory that it took.
+    largest_first = sorted(steps, key=lambda step: step.size, reverse=True)
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        for step in tqdm(largest_first, desc="capture CUDA graphs", disable=None):
+            step.capture(stream, pool)
+    torch.cuda.synchronize(device)
+    logger.info("captured %d CUDA graphs", len(steps))
+
+
 class DecodeBuckets:
-    """Runs decode rows in the smallest bucket that holds them."""
+    """Runs rows of one token each in the smallest bucket that holds them."""
 
     def __init__(
         self,
-        forward: Forward,
-        finish: Finish,
+        compute: Compute,
         pools: dict[str, Tensor],
         *,
         max_batch: int,
         max_context_len: int,
         device: torch.device,
-        capture: bool,
     ) -> None:
-        """`forward` gives logits [B, V] of a step, `finish` what is fetched of them every time.
-
-        Without `capture` buckets are run call by call: for comparison, and where there is no CUDA.
-        """
         self._block_size = next(iter(pools.values())).shape[1]
         self._batches = batch_buckets(max_batch)
         self._widths = block_buckets(max_context_len, self._block_size)
-        self._buckets = {
-            (batch, width): _Bucket(forward, finish, pools, batch, width, device)
-            for batch in self._batches
-            for width in self._widths
-        }
-        if capture:
-            self._capture(device)
+        self._buckets: dict[tuple[int, int], tuple[FixedStep, DecodeArrays]] = {}
+        for batch in self._batches:
+            for width in self._widths:
+                fixed = FixedStep(decode_size(batch, width), device, compute)
+                ids, positions, slots, lens = fixed.device[: 4 * batch].view(4, batch)
+                tables = fixed.device[4 * batch :].view(batch, width)
+                fixed.step = Step(ids, positions, slots, None, Decode(tables, lens), pools)
+                arrays = DecodeArrays(fixed.host.numpy(), batch, width)
+                self._buckets[batch, width] = (fixed, arrays)
+
+    @property
+    def steps(self) -> list[FixedStep]:
+        """All of them, to be captured."""
+        return [fixed for fixed, _ in self._buckets.values()]
 
     def run(self, rows: Sequence[StepRow]) -> tuple[Tensor, Tensor]:
-        """Run rows of one token each; return logits [n, V] and what `finish` made of the bucket.
+        """Return logits [n, V] and what is fetched of them, of the whole bucket. Mutates the pools.
 
-        Both are overwritten by the next run of the bucket. Mutates the pools.
+        Both are overwritten by the next run of the bucket.
         """
         blocks = max(row.context_len // self._block_size + 1 for row in rows)
         batch = self._batches[bisect_left(self._batches, len(rows))]
         width = self._widths[bisect_left(self._widths, blocks)]
-        return self._buckets[batch, width].run(rows, self._block_size)
-
-    def _capture(self, device: torch.device) -> None:
-        # The largest first: the others then fit into the memory that it took.
-        largest_first = sorted(self._buckets.values(), key=lambda b: b.size, reverse=True)
-        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream):
-            for bucket in tqdm(largest_first, desc="capture CUDA graphs", disable=None):
-                bucket.capture(stream, pool)
-        torch.cuda.synchronize(device)
-        logger.info("captured %d CUDA graphs", len(largest_first))
+        fixed, arrays = self._buckets[batch, width]
+        arrays.fill(rows, self._block_size)
+        logits, fetched = fixed.run()
+        return logits[: len(rows)], fetched
 
 
-class _Bucket:
-    """Fixed buffers for `batch` rows of up to `width` blocks, and the graph that reads them."""
+class PromptBuckets:
+    """Runs short whole prompts, packed one after another, in the smallest bucket that holds them.
 
-    def __init__(
-        self,
-        forward: Forward,
-        finish: Finish,
-        pools: dict[str, Tensor],
-        batch: int,
-        width: int,
-        device: torch.device,
-    ) -> None:
-        self._forward, self._finish = forward, finish
-        self.size = batch * width
-        size = decode_size(batch, width)
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        self._arrays = DecodeArrays(self._host.numpy(), batch, width)
-        self._device_buffer = self._host.to(device)
-        ids, positions, slots, context_lens = self._device_buffer[: 4 * batch].view(4, batch)
-        tables = self._device_buffer[4 * batch :].view(batch, width)
-        attention = Decode(tables, context_lens)
-        self._step = Step(ids, positions, slots, None, attention, pools)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: tuple[Tensor, Tensor] | None = None
+    At these sizes the host would need longer to launch the kernels than the device to run them.
+    """
 
-    def capture(self, stream: torch.cuda.Stream, pool: object) -> None:
-        """Record the step; padding rows alone, so that the pools stay as they are."""
-        self._arrays.clear()
-        self._device_buffer.copy_(self._host)
-        self._compute()  # compiles kernels and creates handles, which a capture must not
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            self._outputs = self._compute()
-        self._graph = graph
+    def __init__(self, compute: Compute, pools: dict[str, Tensor], device: torch.device) -> None:
+        self._block_size = next(iter(pools.values())).shape[1]
+        self._buckets: list[tuple[FixedStep, PackedPrompts]] = []
+        for tokens in PROMPT_TOKENS:
+            fixed = FixedStep(prompts_size(tokens, PROMPT_ROWS), device, compute)
+            ids, positions, slots = fixed.device[: 3 * tokens].view(3, tokens)
+            rest = fixed.device[3 * tokens :]
+            lens, logit_rows = rest.split((PROMPT_ROWS + 1, PROMPT_ROWS))
+            # One length for all rows: it only bounds the grid of attention.
+            attention = Prefill((tokens,), (tokens,), lens, lens, None)
+            fixed.step = Step(ids, positions, slots, logit_rows, attention, pools)
+            arrays = PackedPrompts(fixed.host.numpy(), tokens, PROMPT_ROWS)
+            self._buckets.append((fixed, arrays))
 
-    def run(self, rows: Sequence[StepRow], block_size: int) -> tuple[Tensor, Tensor]:
-        self._arrays.fill(rows, block_size)
-        self._device_buffer.copy_(self._host, non_blocking=True)
-        if self._graph is None:
-            logits, finished = self._compute()
-        else:
-            self._graph.replay()
-            logits, finished = self._outputs  # type: ignore[misc]
-        return logits[: len(rows)], finished
+    @property
+    def steps(self) -> list[FixedStep]:
+        """All of them, to be captured."""
+        return [fixed for fixed, _ in self._buckets]
 
-    def _compute(self) -> tuple[Tensor, Tensor]:
-        logits = self._forward(self._step)
-        return logits, self._finish(logits)
+    def hold(self, rows: Sequence[StepRow]) -> bool:
+        """Whether these rows can run here."""
+        tokens = sum(len(row.token_ids) for row in rows)
+        fit = tokens <= PROMPT_TOKENS[-1] and len(rows) <= PROMPT_ROWS
+        return fit and not any(row.context_len for row in rows)
+
+    def run(self, rows: Sequence[StepRow]) -> tuple[Tensor, Tensor]:
+        """As DecodeBuckets.run, for rows that `hold`."""
+        tokens = sum(len(row.token_ids) for row in rows)
+        fixed, arrays = self._buckets[bisect_left(PROMPT_TOKENS, tokens)]
+        arrays.fill(rows, self._block_size)
+        logits, fetched = fixed.run()
+        return logits[: len(rows)], fetched

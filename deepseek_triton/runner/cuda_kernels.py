@@ -4,40 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from deepseek_triton.kernels.experts import experts
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
-from deepseek_triton.kernels.linear import linear
+from deepseek_triton.kernels.linear import SMALL_ROWS, linear
 from deepseek_triton.kernels.linear_int4 import linear_int4
+from deepseek_triton.kernels.rms_norm import rms_norm
 from deepseek_triton.kernels.routing import Routing, route, router
 from deepseek_triton.kernels.swiglu import swiglu
 from deepseek_triton.runner.cuda_attention import grouped_query_attention, latent_attention
 from deepseek_triton.runner.cuda_program import Call
-from deepseek_triton.runner.cuda_reference import REFERENCE, Operator, Value, rms_norm_of
+from deepseek_triton.runner.cuda_reference import REFERENCE, Operator, Value
 from deepseek_triton.runner.cuda_step import Step
+
+_MANY_FEATURES = 16384  # from here on our kernel beats cuBLAS also for several rows
 
 
 def fused_linear(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
     """cuda.Linear: one kernel for few rows, cuBLAS beyond."""
     x, weight, bias, norm, residual = inputs
+    epsilon, gated = call.attributes["epsilon"], call.attributes["swiglu"]
     if isinstance(weight, Int4Tensor):
         return _linear_int4(call, inputs)
-    return linear(
-        x,
-        weight,
-        bias,
-        norm_weight=norm,
-        eps=call.attributes["epsilon"],
-        residual=residual,
-        swiglu=call.attributes["swiglu"],
-    )
+    if len(x) == 1 or (len(x) <= SMALL_ROWS and len(weight) >= _MANY_FEATURES and not gated):
+        return linear(
+            x, weight, bias, norm_weight=norm, eps=epsilon, residual=residual, swiglu=gated
+        )
+    if norm is not None:
+        x = rms_norm(x, norm, epsilon)
+    if gated:
+        y = swiglu(torch.nn.functional.linear(x, weight, bias))
+        return y if residual is None else residual + y
+    if residual is not None:
+        y = torch.addmm(residual, x, weight.T)
+        return y if bias is None else y + bias
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 def _linear_int4(call: Call, inputs: Sequence[Value]) -> Tensor:
     x, weight, bias, norm, residual = inputs
     if norm is not None:
-        x = rms_norm_of(x, norm, call.attributes["epsilon"])
+        x = rms_norm(x, norm, call.attributes["epsilon"])
     if not call.attributes["swiglu"]:
         return linear_int4(x, weight, bias, residual=residual)
     y = swiglu(linear_int4(x, weight, bias))

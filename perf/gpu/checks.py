@@ -31,9 +31,11 @@ def logit_errors(precision: str, group_size: int) -> dict[str, Any]:
     errors: dict[str, Any] = {}
     for name, spec in SPECS.items():
         model = make_model(spec, precision, group_size)
-        runner = make_runner(model, spec, precision, max_batch_size=80, max_context_len=512)
-        plain = make_runner(reference(model, None), spec, precision, use_graphs=False)
-        exact = make_runner(reference(model, torch.float32), spec, "fp32", use_graphs=False)
+        limits: dict[str, Any] = {"max_batch_size": 80, "max_context_len": 512}
+        runner = make_runner(model, spec, precision, **limits)
+        limits["use_graphs"] = False
+        plain = make_runner(reference(model, None), spec, precision, **limits)
+        exact = make_runner(reference(model, torch.float32), spec, "fp32", **limits)
         kernels, torch_alone = [], []
         for count, new, context in STEPS:
             step = rows(count, new, context, spec.vocab_size, seed=count)
