@@ -12,17 +12,31 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from record import save_result
 
+from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.runner.cuda_model import CudaModel
+
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-from measure import kernel_table, make_model, make_runner, print_kernels, rows, time_steps
+from measure import (
+    device_time,
+    kernel_table,
+    launches_in_turn,
+    make_model,
+    make_runner,
+    print_kernels,
+    rows,
+    time_steps,
+)
 from random_model import V2_LITE, V3_LAYER, make_spec
 from steady import steady_state
 
@@ -44,7 +58,6 @@ AIMS = {
 }
 CONTEXT = 1024
 BATCHES = (1, 8, 64)
-PROFILED = (1, 64)
 
 
 def check() -> dict[str, Any]:
@@ -63,25 +76,43 @@ def decode(kind: str, group_size: int) -> dict[str, Any]:
     """Decode and prefill of the 27-layer model in one weight format."""
     spec = make_spec(V2_LITE)
     model = make_model(spec, "bf16", group_size)
+    started = time.perf_counter()
     runner = make_runner(model, spec)
-    measured: dict[str, Any] = {"memory_gb": round(torch.cuda.memory_allocated() / 1e9, 2)}
+    measured: dict[str, Any] = {
+        "memory_gb": round(torch.cuda.memory_allocated() / 1e9, 2),
+        "capture_s": round(time.perf_counter() - started, 1),
+    }
+    print(f"  {measured}", flush=True)
     for batch in BATCHES:
         step = rows(batch, 1, CONTEXT, spec.vocab_size)
         result = time_steps(lambda s=step: runner.run(s), 100)
+        result["device_ms"] = device_time(lambda s=step: runner._decoder.run(s), 50)
         report(kind, batch, result, f"B={batch}", batch)
         measured[f"decode_{batch}"] = result
-        if batch in PROFILED:
-            measured[f"kernels_{batch}"] = kernel_table(lambda s=step: runner.run(s))
-            print_kernels(measured[f"kernels_{batch}"][:18])
     for tokens in (1024, 8192):
         step = rows(1, tokens, 0, spec.vocab_size)
         result = time_steps(lambda s=step: runner.run(s), 10, 3)
         report("prefill", tokens, result, f"prefill {tokens}", tokens)
         measured[f"prefill_{tokens}"] = result
-        measured[f"prefill_kernels_{tokens}"] = kernel_table(lambda s=step: runner.run(s))
-        print_kernels(measured[f"prefill_kernels_{tokens}"][:10])
     runner.close()
+    collect()
+    measured["kernels"] = profile(model, spec)
     return measured
+
+
+def profile(model: CudaModel, spec: ModelSpec) -> dict[str, Any]:
+    """Kernels of each step, launched one after the other."""
+    tables = {}
+    with launches_in_turn():
+        runner = make_runner(model, spec, use_graphs=False)
+        for batch, new in (*((b, 1) for b in BATCHES), (1, 1024), (1, 8192)):
+            step = rows(batch, new, CONTEXT if new == 1 else 0, spec.vocab_size)
+            name = f"decode_{batch}" if new == 1 else f"prefill_{new}"
+            tables[name] = kernel_table(lambda s=step: runner.run(s))
+            print(f"   {name}")
+            print_kernels(tables[name][:16])
+        runner.close()
+    return tables
 
 
 def report(kind: str, key: int, result: dict[str, Any], label: str, tokens: int) -> None:
@@ -108,19 +139,25 @@ def int4() -> dict[str, Any]:
 
 
 def graphs() -> dict[str, Any]:
-    """The same decode steps with and without CUDA graphs."""
+    """The same decode steps call by call, in graphs, and with launches that overlap."""
     spec = make_spec(V2_LITE)
     model = make_model(spec, "bf16")
     measured: dict[str, Any] = {}
-    for use_graphs in (False, True):
-        runner = make_runner(model, spec, use_graphs=use_graphs)
+    for name, use_graphs, in_turn in (
+        ("call by call", False, False),
+        ("graph, launches in turn", True, True),
+        ("graph", True, False),
+    ):
+        with launches_in_turn() if in_turn else nullcontext():
+            runner = make_runner(model, spec, use_graphs=use_graphs)
         for batch in BATCHES:
             step = rows(batch, 1, CONTEXT, spec.vocab_size)
             result = time_steps(lambda r=runner, s=step: r.run(s), 60)
-            result["tokens_per_s"] = batch / result["median_ms"] * 1e3
-            measured[f"{'graph' if use_graphs else 'eager'}_{batch}"] = result
-            print(f"  graphs {use_graphs} B={batch}: {result}", flush=True)
+            result["tokens_per_s"] = round(batch / result["median_ms"] * 1e3)
+            measured[f"{name}, B={batch}"] = result
+            print(f"  {name}, B={batch}: {result}", flush=True)
         runner.close()
+        collect()
     return measured
 
 

@@ -1,12 +1,13 @@
 """ModelRunner on an NVIDIA GPU: the portable model with a kernel for each of its functions.
 
-    rows ─┬─ one token each ──▶ CUDA graph of the bucket (cuda_graphs.py) ─┐
-          └─ the others ──▶ packed without padding, call by call ──────────┴─▶ sampled on the device
+    rows ─┬─ one token each ─────────▶ CUDA graph of the batch size and context ─┐
+          ├─ short whole prompts ────▶ CUDA graph of the number of tokens ───────┼─▶ sampled
+          └─ other prompts, chunks ──▶ call by call ─────────────────────────────┘   on the device
 
-Prefill is not captured: a chunk has any length, and its kernels are long enough to hide launching
-them. Its tokens are packed one row after another, and its attention is not the absorbed form:
-keys and values of all heads are expanded from the latent rows, which costs memory traffic once but
-3.4 times fewer operations for each pair of tokens (192 + 128 rather than 576 + 512 numbers).
+Prompts are packed one row after another, without padding between them, and their attention is not
+the absorbed form: keys and values of all heads are expanded from the latent rows, which costs
+memory traffic once but 3.4 times fewer operations for each pair of tokens (192 + 128 rather than
+576 + 512 numbers). Long ones are not captured: their kernels hide the time it takes to launch them.
 
 Determinism: the same rows in the same order give the same bits. A row alone and in company may
 differ in the last bits, since kernels split their sums by the shape of the batch.
@@ -27,9 +28,9 @@ from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import TopLogProbs
 from deepseek_triton.runner.base import StepResult, StepRow
-from deepseek_triton.runner.cuda_batch import PrefillArrays
+from deepseek_triton.runner.cuda_batch import RaggedRows
 from deepseek_triton.runner.cuda_device import allocate_pools, free_memory, open_device
-from deepseek_triton.runner.cuda_graphs import DecodeBuckets
+from deepseek_triton.runner.cuda_graphs import DecodeBuckets, PromptBuckets, capture_all
 from deepseek_triton.runner.cuda_model import CudaModel
 from deepseek_triton.runner.cuda_operators import load_model
 from deepseek_triton.runner.cuda_program import read_program
@@ -72,14 +73,16 @@ class CudaRunner:
         self._num_blocks = count
         self._pools = allocate_pools(spec, model.pool_names, count, self._device)
         self._decoder: DecodeBuckets | None = DecodeBuckets(
-            model.forward,
-            greedy,
+            self._infer,
             self._pools,
             max_batch=max_batch_size,
             max_context_len=max_context_len,
             device=self._device,
-            capture=use_graphs and self._device.type == "cuda",
         )
+        self._prompts: PromptBuckets | None = None
+        if use_graphs and self._device.type == "cuda":
+            self._prompts = PromptBuckets(self._infer, self._pools, self._device)
+            capture_all([*self._decoder.steps, *self._prompts.steps], self._device)
         logger.info(
             "%d KV blocks, %.1f MiB, on %s",
             count,
@@ -169,37 +172,46 @@ class CudaRunner:
 
     def close(self) -> None:
         """Free the model and the pools; idempotent."""
-        self._model, self._decoder, self._pools = None, None, {}
+        self._model, self._decoder, self._prompts, self._pools = None, None, None, {}
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _compute(self, rows: Sequence[StepRow]) -> list[tuple[list[int], Tensor, Tensor | None]]:
-        """Return parts of the step: row indices [n], logits [n, V], greedy tokens if at hand."""
-        if self._model is None or self._decoder is None:
+    def _compute(self, rows: Sequence[StepRow]) -> list[tuple[list[int], Tensor, Tensor]]:
+        """Return parts of the step: row indices [n], logits [n, V], greedy choice [2, ≥ n]."""
+        if self._decoder is None:
             raise RuntimeError("the runner is closed")
         decodes = [i for i, row in enumerate(rows) if len(row.token_ids) == 1]
         prefills = [i for i, row in enumerate(rows) if len(row.token_ids) > 1]
-        parts: list[tuple[list[int], Tensor, Tensor | None]] = []
+        parts: list[tuple[list[int], Tensor, Tensor]] = []
         if decodes:
-            logits, packed = self._decoder.run([rows[i] for i in decodes])
-            parts.append((decodes, logits, packed))
+            parts.append((decodes, *self._decoder.run([rows[i] for i in decodes])))
         if prefills:
-            step = self._prefill_step([rows[i] for i in prefills])
-            parts.append((prefills, self._model.forward(step), None))
+            others = [rows[i] for i in prefills]
+            if self._prompts is not None and self._prompts.hold(others):
+                parts.append((prefills, *self._prompts.run(others)))
+            else:
+                parts.append((prefills, *self._infer(self._ragged_step(others))))
         return parts
 
-    def _sample(self, rows: Sequence[StepRow], logits: Tensor, packed: Tensor | None) -> Tensor:
-        """Return [2, ≥ n] as `greedy` does."""
+    def _infer(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Return logits [R, V] and the greedy choice of each row."""
+        if self._model is None:
+            raise RuntimeError("the runner is closed")
+        logits = self._model.forward(step)
+        return logits, greedy(logits)
+
+    def _sample(self, rows: Sequence[StepRow], logits: Tensor, packed: Tensor) -> Tensor:
+        """Return [2, ≥ n]: the greedy choice, or what the rows ask for."""
         samplings = [row.sampling for row in rows]
         if any(s is not None and asks_for_more(s) for s in samplings):
             wanted = [i for i, s in enumerate(samplings) if s is not None]
             chosen = choose(logits[wanted], [s for s in samplings if s is not None])
             packed = torch.full((2, len(rows)), -1, dtype=torch.int32, device=chosen.device)
             packed[:, wanted] = chosen
-        return greedy(logits) if packed is None else packed
+        return packed
 
-    def _prefill_step(self, rows: Sequence[StepRow]) -> Step:
-        arrays = PrefillArrays(rows, self._spec.block_size)
+    def _ragged_step(self, rows: Sequence[StepRow]) -> Step:
+        arrays = RaggedRows(rows, self._spec.block_size)
         parts = arrays.parts()
         joined = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(self._device)
         ids, positions, slots, cu_q, cu_k, logit_rows, key_slots = joined.split(

@@ -20,6 +20,11 @@ def greedy(logits: Tensor) -> Tensor:
     As runner/sampler.py: a row without a finite maximum, or of zeros alone, gets −1; the lower id
     wins a tie.
     """
+    if logits.is_cuda:
+        from deepseek_triton.kernels.sampling import sample as sample_on_device
+
+        packed: Tensor = sample_on_device(logits)
+        return packed
     wide = logits.float()
     peaks, token_ids = wide.max(dim=-1)
     log_probs = peaks - wide.logsumexp(dim=-1)

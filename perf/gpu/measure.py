@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from random_model import make_program, quantized, random_weights
 
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.kernels import launch
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import RequestKey, SamplingParams
 from deepseek_triton.runner.base import RowSampling, StepRow
@@ -93,6 +95,29 @@ def time_steps(run: Callable[[], Any], count: int, warm_up: int = 5) -> dict[str
         "p99_ms": round(times[min(len(times) - 1, int(len(times) * 0.99))], 4),
         "fastest_ms": round(times[0], 4),
     }
+
+
+def device_time(run: Callable[[], Any], count: int) -> float:
+    """Milliseconds that the device needs for `run`, launched again without waiting for it."""
+    run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return round(begin.elapsed_time(end) / count, 4)
+
+
+@contextmanager
+def launches_in_turn() -> Iterator[None]:
+    """Inside, a kernel starts when its predecessor has ended: so that a profile adds up."""
+    first = launch._FIRST_CAPABILITY
+    launch._FIRST_CAPABILITY = (99, 0)
+    try:
+        yield
+    finally:
+        launch._FIRST_CAPABILITY = first
 
 
 def kernel_table(run: Callable[[], Any], top: int = 25) -> list[dict[str, Any]]:
