@@ -86,6 +86,13 @@ _REPORT = (
     _own("finish_reason", "STRING"),  # "" until the last response: stop, length, cancelled, error
 )
 
+# What a request of the ensemble reports if it was asked to by request parameter.
+_TOKENS = (
+    _own("output_token_ids", "INT32", (-1, -1)),
+    _own("top_token_ids", "INT32", (-1, -1)),
+    _own("top_log_probs", "FP32", (-1, -1)),
+)
+
 # Accepted by the engine stage under the same names as by the ensemble.
 _SHARED_INPUTS = (
     Tensor("temperature", "FP32"),
@@ -108,8 +115,8 @@ _SHARED_INPUTS = (
     _unsupported("lora_task_id", "UINT64", neutral=(0,)),
     _unsupported("lora_weights", "FP16", (-1, -1)),
     _unsupported("lora_config", "INT32", (-1, 3)),
-    _unsupported("guided_decoding_guide_type", "STRING", neutral=("",)),
-    _unsupported("guided_decoding_guide", "STRING", neutral=("",)),
+    Tensor("guided_decoding_guide_type", "STRING"),  # json, json_schema, regex or lark
+    Tensor("guided_decoding_guide", "STRING"),
     _own("min_length", "INT32"),  # older name of min_tokens
     _own("random_seed", "UINT64"),  # older name of seed
     _own("stop_words", "STRING", (-1,)),  # passed through to postprocessing, which has the text
@@ -238,6 +245,7 @@ MODELS = {
         (
             Tensor("OUTPUT", "STRING", (-1,), client_name="text_output"),
             *(replace(tensor, own=True) for tensor in _REPORT),
+            *_TOKENS,
         ),
     ),
     ENSEMBLE: ModelWire(
@@ -245,7 +253,7 @@ MODELS = {
             *_ENSEMBLE_ONLY_INPUTS,
             *(replace(t, own=t.own and t.name != "stop_words") for t in _SHARED_INPUTS),
         ),
-        (Tensor("text_output", "STRING", (-1,)), *_REPORT),
+        (Tensor("text_output", "STRING", (-1,)), *_REPORT, *_TOKENS),
     ),
 }
 """Every model of the repository. Extra tensors of ours are marked `own`."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+from deepseek_triton.backend.extras import Extras
 from deepseek_triton.backend.inputs import Inputs
 from deepseek_triton.backend.opening import EngineLimits
 from deepseek_triton.backend.sampling import sampling_params
 from deepseek_triton.errors import InvalidRequestError, UnsupportedTensorError
-from deepseek_triton.request import Request, RequestKey
+from deepseek_triton.request import Guide, Request, RequestKey
 
+_NO_EXTRAS = Extras()
 _COUNT_FLAGS = ("return_num_input_tokens", "return_num_output_tokens")
 
 # Of one request: its stop strings are compiled on the thread that serves every stream.
@@ -27,17 +30,28 @@ class ReplyOptions:
     return_log_probs: bool
     return_counts: bool  # of input and output tokens, with each response
     return_perf_metrics: bool
+    return_token_ids: bool = False
 
 
 def read_request(
-    inputs: Inputs, limits: EngineLimits, request_key: RequestKey, deadline_ns: int
+    inputs: Inputs,
+    limits: EngineLimits,
+    request_key: RequestKey,
+    deadline_ns: int,
+    extras: Extras = _NO_EXTRAS,
 ) -> tuple[Request, ReplyOptions]:
     """Validate everything that one request sent; raises InvalidRequestError naming the field."""
     inputs.check_one_prompt("input_lengths")
     inputs.check_supported()
     prompt = _prompt(inputs, limits)
-    max_tokens = _max_tokens(inputs, len(prompt), limits)
-    sampling = sampling_params(inputs, vocab_size=limits.vocab_size, max_tokens=max_tokens)
+    max_tokens = _max_tokens(inputs, len(prompt), limits, clip=extras.clip_max_tokens)
+    sampling = dataclasses.replace(
+        sampling_params(inputs, vocab_size=limits.vocab_size, max_tokens=max_tokens),
+        logit_bias=extras.logit_bias,
+        top_log_probs=extras.top_log_probs,
+    )
+    if extras.top_log_probs and "request_key" not in inputs:
+        raise InvalidRequestError("top_log_probs", "reported by the ensemble alone; call that")
     end_ids = _end_ids(inputs, limits)
     stream = bool(inputs.flag("streaming"))
     exclude_input = inputs.flag("exclude_input_in_output")
@@ -48,6 +62,7 @@ def read_request(
         return_log_probs=sampling.return_log_probs,
         return_counts=any(map(inputs.flag, _COUNT_FLAGS)),
         return_perf_metrics=bool(inputs.flag("return_perf_metrics")),
+        return_token_ids=extras.return_token_ids,
     )
     request = Request(
         request_key=request_key,
@@ -56,6 +71,7 @@ def read_request(
         sampling=sampling,
         end_id=end_ids[0] if end_ids else None,
         more_end_ids=end_ids[1:],
+        guide=_guide(inputs, limits),
         deadline_ns=deadline_ns,
     )
     return request, options
@@ -82,11 +98,14 @@ def _prompt(inputs: Inputs, limits: EngineLimits) -> tuple[int, ...]:
     return tuple(ids.tolist())
 
 
-def _max_tokens(inputs: Inputs, num_prompt: int, limits: EngineLimits) -> int:
+def _max_tokens(inputs: Inputs, num_prompt: int, limits: EngineLimits, *, clip: bool) -> int:
     field = inputs.field("request_output_len")
     max_tokens = inputs.integer("request_output_len") or 0
     if max_tokens < 1:
         raise InvalidRequestError(field, f"{max_tokens}; at least 1 is needed")
+    if clip:
+        room = min(limits.max_context_len, limits.kv_cache_tokens or limits.max_context_len)
+        max_tokens = min(max_tokens, max(1, room - num_prompt))
     if num_prompt + max_tokens > limits.max_context_len:
         raise InvalidRequestError(
             field,
@@ -94,6 +113,18 @@ def _max_tokens(inputs: Inputs, num_prompt: int, limits: EngineLimits) -> int:
             f"{limits.max_context_len} tokens; shorten the prompt or lower {field}",
         )
     return max_tokens
+
+
+def _guide(inputs: Inputs, limits: EngineLimits) -> Guide | None:
+    kind = next(iter(inputs.texts("guided_decoding_guide_type")), "")
+    text = next(iter(inputs.texts("guided_decoding_guide")), "")
+    if not kind and not text:
+        return None
+    if limits.guides is None:
+        raise UnsupportedTensorError(
+            inputs.field("guided_decoding_guide_type"), "this engine keeps to no form; leave it out"
+        )
+    return limits.guides.compile(kind, text)
 
 
 def _end_ids(inputs: Inputs, limits: EngineLimits) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from deepseek_triton.backend.engine_request import ReplyOptions, read_request
+from deepseek_triton.backend.extras import read_extras
 from deepseek_triton.backend.inputs import Inputs
 from deepseek_triton.backend.metrics_reporter import MetricsReporter
 from deepseek_triton.backend.opening import EngineLimits, open_engine
@@ -102,7 +103,8 @@ class EngineStage:
         deadline_ns = self._config.deadline.deadline_ns(
             request_parameter_int(request, "deadline_ms"), now_ns
         )
-        parsed, options = read_request(inputs, self._limits, key, deadline_ns)
+        extras = read_extras(request, self._limits.vocab_size)
+        parsed, options = read_request(inputs, self._limits, key, deadline_ns, extras)
         reply: Reply
         if sent_key:
             reply = EnsembleReply(self._pb, sender, parsed, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from deepseek_triton.kv_cache.sizing import available_memory, num_blocks_for
 from deepseek_triton.runner.base import ModelRunner
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
 from deepseek_triton.runner.tensorrt import TensorRTRunner
+from deepseek_triton.text.guide import GuideCompiler
+from deepseek_triton.text.tokenizer import TOKENIZER_FILE
 
 _logger = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ class EngineLimits:
     vocab_size: int
     max_context_len: int  # tokens, prompt and output together
     end_ids: tuple[int, ...]  # any of them ends a request that names no end id
+    kv_cache_tokens: int | None = None  # most tokens of one request in the KV cache; None: enough
+    guides: GuideCompiler | None = None
 
 
 def context_limit(config: EngineConfig, manifest: Manifest) -> int:
@@ -53,8 +58,16 @@ def open_engine(config: EngineConfig) -> tuple[Engine, EngineLimits]:
         vocab_size=manifest.model.vocab_size,
         max_context_len=context_limit(config, manifest),
         end_ids=manifest.model.eos_token_ids,
+        guides=GuideCompiler(
+            engine_dir.path / TOKENIZER_FILE,
+            manifest.model.vocab_size,
+            manifest.model.eos_token_ids,
+        ),
     )
     runner = _load_runner(config, engine_dir, limits)
+    # The last token of a request is never written to the cache.
+    kv_cache_tokens = runner.num_blocks * manifest.kv_cache.block_size + 1
+    limits = dataclasses.replace(limits, kv_cache_tokens=kv_cache_tokens)
     _logger.info(
         "serving %s, built from %s in %s: %d KV blocks of %d tokens, context limit %d",
         engine_dir.path,

@@ -172,4 +172,5 @@ def merge(outputs: list[TokenOutput]) -> TokenOutput:
         index=outputs[0].index,
         token_ids=tuple(token_id for o in outputs for token_id in o.token_ids),
         log_probs=tuple(log_prob for o in outputs for log_prob in o.log_probs),
+        top_log_probs=tuple(top for o in outputs for top in o.top_log_probs),
     )

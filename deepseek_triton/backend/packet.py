@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.errors import TRITON_STATUS
-from deepseek_triton.request import FinishReason, RequestStats
+from deepseek_triton.request import FinishReason, RequestStats, TopLogProbs
 
 _T = TypeVar("_T")
 
@@ -32,6 +32,8 @@ class TextOptions:
     num_input_tokens: int = 0
     return_log_probs: bool = False
     return_counts: bool = False
+    return_token_ids: bool = False
+    top_log_probs: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class StepPacket:
     index: int
     options: TextOptions | None = None  # with index 0
     log_probs: tuple[float, ...] = ()  # one per token, if asked for
+    top_log_probs: tuple[TopLogProbs, ...] = ()  # one per token, if asked for
     finish_reason: FinishReason | None = None
     error: str = ""  # message, with FinishReason.ERROR
     error_status: str = ""  # name of a pb_utils.TritonError constant
@@ -57,12 +60,14 @@ class StepPacket:
             content["options"] = dataclasses.asdict(self.options)
         if self.log_probs:
             content["log_probs"] = self.log_probs
+        if self.top_log_probs:
+            content["top_log_probs"] = self.top_log_probs
         if self.finish_reason is not None:
             content["finish_reason"] = self.finish_reason.value
         if self.error:
             content["error"] = (self.error, self.error_status)
         if self.stats is not None:
-            content["stats"] = dataclasses.asdict(self.stats)
+            content["stats"] = vars(self.stats)
         return np.frombuffer(json.dumps(content).encode(), np.uint8)[np.newaxis]
 
     @classmethod
@@ -82,6 +87,7 @@ class StepPacket:
             index=_typed(int, content["index"]),
             options=None if options is None else _text_options(_typed(dict, options)),
             log_probs=_typed_list(float, content.get("log_probs", [])),
+            top_log_probs=tuple(map(_top, _typed(list, content.get("top_log_probs", [])))),
             finish_reason=None if reason is None else FinishReason(_typed(str, reason)),
             error=error,
             error_status=status,
@@ -97,7 +103,14 @@ def _text_options(content: dict[str, Any]) -> TextOptions:
         num_input_tokens=_typed(int, content["num_input_tokens"]),
         return_log_probs=_typed(bool, content["return_log_probs"]),
         return_counts=_typed(bool, content["return_counts"]),
+        return_token_ids=_typed(bool, content["return_token_ids"]),
+        top_log_probs=_typed(int, content["top_log_probs"]),
     )
+
+
+def _top(content: object) -> TopLogProbs:
+    pairs = (_typed(list, pair) for pair in _typed(list, content))
+    return tuple((_typed(int, token_id), _typed(float, value)) for token_id, value in pairs)
 
 
 def _request_stats(content: dict[str, Any]) -> RequestStats:

@@ -114,6 +114,13 @@ def model_parameters(args: Mapping[str, str]) -> dict[str, str]:
     return {key: value.get("string_value", "") for key, value in parameters.items()}
 
 
+def request_parameters(request: InferRequest) -> dict[str, Any]:
+    """Return all parameters of a request."""
+    text = request.parameters()
+    parameters: dict[str, Any] = json.loads(text) if text else {}
+    return parameters
+
+
 def request_parameter(request: InferRequest, name: str) -> object:
     """Return the request parameter `name`, None if it was not sent."""
     text = request.parameters()

@@ -22,7 +22,7 @@ from deepseek_triton.backend.pb import (
     text_tensor,
 )
 from deepseek_triton.backend.report import Progress, report_tensors
-from deepseek_triton.backend.text_stream import TextStream
+from deepseek_triton.backend.text_stream import TextPiece, TextStream
 from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.config import EngineConfig
 from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError
@@ -118,7 +118,9 @@ class Postprocessing:
                 self._close(conversation, packet)
                 self._pb.finish(sender)
                 return
-            conversation.text.push(token_ids, packet.log_probs, packet.finish_reason)
+            conversation.text.push(
+                token_ids, packet.log_probs, packet.finish_reason, packet.top_log_probs
+            )
             self._respond(conversation, packet, bool(token_ids), sender)
         except Exception:
             self._close(conversation, packet)
@@ -177,6 +179,7 @@ class Postprocessing:
         piece = text.take()
         return {
             "OUTPUT": text_tensor(piece.text),
+            **token_tensors(piece, options),
             **report_tensors(
                 Progress(
                     num_input_tokens=options.num_input_tokens,
@@ -210,6 +213,21 @@ class Postprocessing:
             if now - conversation.last_seen > self._stale_s:
                 request_logger(_logger, key).warning("dropped: the engine went silent")
                 del self._conversations[key]
+
+
+def token_tensors(piece: TextPiece, options: TextOptions) -> dict[str, NDArray[Any]]:
+    """Return what was asked for by request parameter: ids [1, 1, n], likeliest tokens [1, n, k]."""
+    tensors: dict[str, NDArray[Any]] = {}
+    if options.return_token_ids:
+        tensors["output_token_ids"] = np.array([[piece.token_ids]], np.int32)
+    if options.top_log_probs:
+        shape = (1, len(piece.top_log_probs), options.top_log_probs)
+        pairs = [pair for top in piece.top_log_probs for pair in top]
+        ids = np.array([token_id for token_id, _ in pairs], np.int32)
+        values = np.array([value for _, value in pairs], np.float32)
+        tensors["top_token_ids"] = ids.reshape(shape)
+        tensors["top_log_probs"] = values.reshape(shape)
+    return tensors
 
 
 def decode_batch(

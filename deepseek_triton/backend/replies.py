@@ -39,6 +39,8 @@ class EnsembleReply:
             num_input_tokens=len(request.prompt_token_ids),
             return_log_probs=options.return_log_probs,
             return_counts=options.return_counts,
+            return_token_ids=options.return_token_ids,
+            top_log_probs=request.sampling.top_log_probs,
         )
         self._next_index = 0
         self.interval_s = 0.0 if options.stream else _COALESCE_S
@@ -51,6 +53,7 @@ class EnsembleReply:
             index=self._next_index,
             options=self._options,
             log_probs=output.log_probs,
+            top_log_probs=output.top_log_probs,
             finish_reason=output.finish_reason,
             error=error,
             error_status=status,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepseek_triton.backend.packet import TextOptions
-from deepseek_triton.request import FinishReason
+from deepseek_triton.request import FinishReason, TopLogProbs
 from deepseek_triton.text.detokenizer import IncrementalDetokenizer
 from deepseek_triton.text.stop_strings import StopStringMatcher
 from deepseek_triton.text.tokenizer import Tokenizer
@@ -18,6 +18,8 @@ class TextPiece:
 
     text: str
     log_probs: tuple[float, ...]
+    token_ids: tuple[int, ...] = ()
+    top_log_probs: tuple[TopLogProbs, ...] = ()
 
 
 class TextStream:
@@ -33,6 +35,8 @@ class TextStream:
         self._matcher = StopStringMatcher(options.stop) if any(options.stop) else None
         self._text = [tokenizer.decode(options.echo_ids)] if options.echo_ids else []
         self._log_probs: list[float] = []
+        self._token_ids: list[int] = []
+        self._top_log_probs: list[TopLogProbs] = []
         self.num_output_tokens = 0
         self.cum_log_prob = 0.0
         self.finish_reason: FinishReason | None = None
@@ -42,28 +46,42 @@ class TextStream:
         token_ids: Sequence[int],
         log_probs: Sequence[float] = (),
         finish_reason: FinishReason | None = None,
+        top_log_probs: Sequence[TopLogProbs] = (),
     ) -> None:
-        """Add tokens, with a log prob each or none; `finish_reason` if they are the last."""
+        """Add tokens, with log probs for each or none; `finish_reason` if they are the last."""
         if self._matcher is None:
-            self._count(len(token_ids), log_probs)
+            self._count(token_ids, log_probs, top_log_probs)
             self._text.append(self._detokenizer.push(token_ids))
         else:
             for i, token_id in enumerate(token_ids):
                 if self.finish_reason is not None:
                     break
-                self._count(1, log_probs[i : i + 1])
+                one = slice(i, i + 1)
+                self._count((token_id,), log_probs[one], top_log_probs[one])
                 self._add(self._detokenizer.push((token_id,)))
         if finish_reason is not None and self.finish_reason is None:
             self._end(finish_reason)
 
     def take(self) -> TextPiece:
         """Return what was added since the last call."""
-        piece = TextPiece("".join(self._text), tuple(self._log_probs))
-        self._text, self._log_probs = [], []
+        piece = TextPiece(
+            "".join(self._text),
+            tuple(self._log_probs),
+            tuple(self._token_ids),
+            tuple(self._top_log_probs),
+        )
+        self._text, self._log_probs, self._token_ids, self._top_log_probs = [], [], [], []
         return piece
 
-    def _count(self, num_tokens: int, log_probs: Sequence[float]) -> None:
-        self.num_output_tokens += num_tokens
+    def _count(
+        self,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        top_log_probs: Sequence[TopLogProbs],
+    ) -> None:
+        self.num_output_tokens += len(token_ids)
+        self._token_ids.extend(token_ids)
+        self._top_log_probs.extend(top_log_probs)
         for log_prob in log_probs:
             self.cum_log_prob += log_prob
         self._log_probs.extend(log_probs)

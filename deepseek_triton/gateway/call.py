@@ -220,13 +220,14 @@ def _guide(request: ChatRequest) -> dict[str, Any]:
         raise not_supported("tool_choice", "only 'auto' and 'none'")
     wanted = request.response_format
     if isinstance(wanted, JsonObjectFormat):
-        return {"guided_decoding_guide_type": "json"}
+        return _json_guide({"type": "object"})
     if isinstance(wanted, JsonSchemaFormat):
-        schema = wanted.json_schema.json_schema
-        if schema is None:
-            return {"guided_decoding_guide_type": "json"}
-        return {
-            "guided_decoding_guide_type": "json_schema",
-            "guided_decoding_guide": json.dumps(schema),
-        }
+        return _json_guide(wanted.json_schema.json_schema or {})
     return {}
+
+
+def _json_guide(schema: dict[str, Any]) -> dict[str, str]:
+    return {
+        "guided_decoding_guide_type": "json_schema",
+        "guided_decoding_guide": json.dumps(schema),
+    }

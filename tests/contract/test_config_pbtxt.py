@@ -31,7 +31,12 @@ EXTRAS = {
     ("postprocessing", "input"): {"STEP_PACKET"},
     ("postprocessing", "output"): {t.name for t in MODELS["postprocessing"].outputs} - {"OUTPUT"},
     ("ensemble", "input"): {"min_length", "random_seed"},
-    ("ensemble", "output"): {"finish_reason"},
+    ("ensemble", "output"): {
+        "finish_reason",
+        "output_token_ids",
+        "top_token_ids",
+        "top_log_probs",
+    },
 }
 SIDES = [(model, side) for model in MODELS for side in ("input", "output")]
 

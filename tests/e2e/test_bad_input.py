@@ -109,7 +109,6 @@ UNSUPPORTED: list[tuple[str, str, Any]] = [
     ("return_generation_logits", "BOOL", True),
     ("embedding_bias_words", "BYTES", "foo"),
     ("lora_task_id", "UINT64", 3),
-    ("guided_decoding_guide_type", "BYTES", "json"),
     ("prompt_vocab_size", "INT32", 4),
 ]
 HARMLESS = [

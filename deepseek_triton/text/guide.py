@@ -1,0 +1,118 @@
+"""Answers kept to a form: JSON, a JSON schema, a regular expression or a grammar.
+
+A guide tells before each token which ones may come; the sampler gives the others no chance. The
+work is llguidance's: an Earley parser over the bytes of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepseek_triton.errors import InvalidRequestError
+
+JSON, JSON_SCHEMA, REGEX, LARK = "json", "json_schema", "regex", "lark"
+KINDS = (JSON, JSON_SCHEMA, REGEX, LARK)
+
+_FIELD, _KIND_FIELD = "guided_decoding_guide", "guided_decoding_guide_type"
+_MAX_CHARACTERS = 1 << 18
+_BITS = 32
+# Models that are made to begin JSON may go on with white space for ever.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,16}"}
+
+
+class GuideCompiler:
+    """Compiles guides for one model; thread-safe. The vocabulary is read at the first one."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """`end_ids` are the tokens that end an answer whose form is complete."""
+        self._tokenizer_file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._end_ids = list(end_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+
+    def compile(self, kind: str, text: str) -> CompiledGuide:
+        """Return a guide. Raises InvalidRequestError for an unknown kind or a broken text."""
+        if kind not in KINDS:
+            raise InvalidRequestError(
+                _KIND_FIELD, f"{kind!r} is not supported; there are {', '.join(KINDS)}"
+            )
+        if (kind == JSON) == bool(text):
+            wanted = "leave it out" if kind == JSON else "send one"
+            raise InvalidRequestError(_FIELD, f"a guide of type {kind}: {wanted}")
+        if len(text) > _MAX_CHARACTERS:
+            raise InvalidRequestError(
+                _FIELD, f"{len(text)} characters; at most {_MAX_CHARACTERS} are allowed"
+            )
+        import llguidance
+
+        matcher_type = llguidance.LLMatcher
+        try:
+            if kind == REGEX:
+                grammar = matcher_type.grammar_from_regex(text)
+            elif kind == LARK:
+                grammar = matcher_type.grammar_from_lark(text)
+            else:
+                schema = text if kind == JSON_SCHEMA else "{}"
+                grammar = matcher_type.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
+            matcher = matcher_type(self._load_vocabulary(), grammar, log_level=0)
+        except ValueError as error:
+            raise InvalidRequestError(_FIELD, f"not a usable {kind} ({error})") from error
+        if matcher.is_error():
+            problem = matcher.get_error().splitlines()[0]
+            raise InvalidRequestError(_FIELD, f"not a usable {kind} ({problem})")
+        return CompiledGuide(matcher.deep_copy, self._vocab_size)
+
+    def _load_vocabulary(self) -> Any:
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = LLTokenizer(
+                    str(self._tokenizer_file),
+                    n_vocab=self._vocab_size,
+                    eos_token=self._end_ids,
+                )
+            return self._vocabulary
+
+
+class CompiledGuide:
+    """A guide that any number of answers may follow, each with a state of its own."""
+
+    def __init__(self, new_matcher: Callable[[], Any], vocab_size: int) -> None:
+        self._new_matcher = new_matcher
+        self._num_words = -(-vocab_size // _BITS)
+
+    def start(self) -> GuideMatcher:
+        """Return the state of an answer that has no token yet."""
+        return GuideMatcher(self._new_matcher(), self._num_words)
+
+
+class GuideMatcher:
+    """Where one answer stands. Not thread-safe."""
+
+    def __init__(self, matcher: Any, num_words: int) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """Return the tokens that may come next: bit i % 32 of word i // 32 is token i's."""
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        return words[: self._num_words]
+
+    def accept(self, token_id: int) -> str:
+        """Take the token that came; return what is wrong, "" if nothing."""
+        if self._matcher.consume_token(token_id):
+            return ""
+        return str(self._matcher.get_error() or "no token may follow").splitlines()[0]
