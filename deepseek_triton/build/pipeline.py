@@ -29,6 +29,7 @@ from deepseek_triton.export.functions import OPSET
 from deepseek_triton.export.portable import DRAFT_FILE, export_portable
 from deepseek_triton.export.precision import find_precision
 from deepseek_triton.kv_cache.spec import KVCacheSpec
+from deepseek_triton.quantize.checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ def _check_options(
 def _open_checkpoint(folder: Path, draft: bool) -> tuple[ModelSpec, CheckpointReader]:
     """Return what is in a checkpoint folder, after checking that nothing is missing."""
     spec = read_model_spec(folder)
-    reader = CheckpointReader(folder)
+    reader = open_checkpoint(folder, spec)
     validate_checkpoint(reader, spec, draft=draft)
     if not (folder / TOKENIZER_FILES[0]).is_file():
         raise CheckpointError(

@@ -165,13 +165,19 @@ def _latent_weights(
         spec.v_head_dim,
         spec.kv_lora_rank,
     )
-    kv_b = modules.reader.require(source, (heads * (nope + value), rank))
-    by_head = kv_b.reshape(heads, nope + value, rank)
 
-    def transposed() -> Iterator[NDArray[Any]]:
-        for head in by_head:
+    def by_head() -> NDArray[Any]:
+        kv_b = modules.reader.require(source, (heads * (nope + value), rank))
+        return kv_b.reshape(heads, nope + value, rank)
+
+    def keys() -> Iterator[NDArray[Any]]:
+        for head in by_head():
+            yield head[:nope]
+
+    def values_transposed() -> Iterator[NDArray[Any]]:
+        for head in by_head():
             yield head[nope:].T
 
-    w_uk = modules.graph.weight(f"{name}.w_uk", (heads, nope, rank), by_head[:, :nope])
-    w_uv = modules.graph.weight(f"{name}.w_uv", (heads, rank, value), transposed())
+    w_uk = modules.graph.weight(f"{name}.w_uk", (heads, nope, rank), keys())
+    w_uv = modules.graph.weight(f"{name}.w_uv", (heads, rank, value), values_transposed())
     return w_uk, w_uv

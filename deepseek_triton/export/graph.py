@@ -12,7 +12,7 @@ from onnx import helper
 
 from deepseek_triton.export.functions import DOMAIN, DOMAIN_VERSION, OPSET, functions_used
 from deepseek_triton.export.precision import Precision
-from deepseek_triton.export.weights import WeightFile, narrowed
+from deepseek_triton.export.weights import UINT4, WeightFile, narrowed, nbytes
 
 IR_VERSION = 10
 _INLINE_BYTES = 1024  # smaller constants stay in the model file
@@ -94,6 +94,10 @@ class GraphBuilder:
         dtype = np.dtype(np.float32 if float32 else self.precision.dtype)
         return self._add(name, shape, dtype, blocks)
 
+    def codes(self, name: str, shape: Sequence[int], blocks: Iterable[NDArray[np.uint8]]) -> str:
+        """Add an initializer of 4-bit codes; `blocks` hold them one a byte, in C order."""
+        return self._add(name, shape, UINT4, blocks)
+
     def model(self, name: str, weights_file: str) -> onnx.ModelProto:
         """Return the model, its large weights pointing into `weights_file` beside it."""
         graph = helper.make_graph(
@@ -134,7 +138,7 @@ class GraphBuilder:
         dtype: np.dtype[Any],
         blocks: Iterable[NDArray[Any]],
     ) -> str:
-        if int(np.prod(shape)) * dtype.itemsize < _INLINE_BYTES:
+        if nbytes(shape, dtype) < _INLINE_BYTES:
             flat = narrowed(name, np.concatenate([b.reshape(-1) for b in blocks]), dtype)
             self._inline.append(onnx.numpy_helper.from_array(flat.reshape(shape), name))
         else:

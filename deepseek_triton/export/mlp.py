@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from numpy.typing import NDArray
 
 from deepseek_triton.checkpoint.spec import MoESpec, RoutingSpec
+from deepseek_triton.export.int4 import add_int4
 from deepseek_triton.export.modules import ModuleWriter, Projection
 from deepseek_triton.export.weights import interleave_rows
+from deepseek_triton.quantize.int4 import Int4Linear, common_group_size
+
+logger = logging.getLogger(__name__)
 
 
 def gated_mlp(modules: ModuleWriter, x: str, name: str, source: str, size: int) -> str:
@@ -23,13 +28,44 @@ def gated_mlp(modules: ModuleWriter, x: str, name: str, source: str, size: int) 
 
 def mixture_of_experts(modules: ModuleWriter, x: str, name: str, source: str, moe: MoESpec) -> str:
     """Append routing, routed experts and shared experts over x [T, D]; return [T, D]."""
+    chosen = _route(modules, x, name, source + "gate", moe.routing)
+    routed = _experts(modules, [x, *chosen], f"{name}.experts", source + "experts.", moe)
+    if not moe.shared_intermediate_size:
+        return routed
+    shared = gated_mlp(
+        modules, x, f"{name}.shared", source + "shared_experts.", moe.shared_intermediate_size
+    )
+    return modules.graph.node("Add", [routed, shared], f"{name}.sum")
+
+
+def _experts(modules: ModuleWriter, inputs: list[str], name: str, source: str, moe: MoESpec) -> str:
+    """Append the routed experts over [x, expert_ids, expert_weights]; return [T, D].
+
+    Rows of gate and up are in turn, as ONNX Runtime's MoE kernels read them.
+    """
     graph, hidden, size = modules.graph, modules.spec.hidden_size, moe.expert_intermediate_size
     count = moe.routing.num_experts
-    expert_ids, expert_weights = _route(modules, x, name, source + "gate", moe.routing)
-    experts = [f"{source}experts.{expert}." for expert in range(count)]
+    attributes = {"num_experts": [count], "top_k": [moe.routing.top_k]}
+    shapes = {"gate_up": (count, 2 * size, hidden), "down": (count, hidden, size)}
+    experts = [f"{source}{expert}." for expert in range(count)]
+    int4 = _int4_experts(modules, experts, source)
+    if int4 is not None:
+        gate_up, down, group_size = int4
+        weights = [
+            *add_int4(graph, f"{name}.gate_up", shapes["gate_up"], gate_up, group_size),
+            *add_int4(graph, f"{name}.down", shapes["down"], down, group_size),
+        ]
+        symmetric = all(layer.symmetric for block in (*gate_up, *down) for layer in block)
+        return graph.node(
+            "deepseek.ExpertsInt4",
+            [*inputs, *weights],
+            name,
+            group_size=group_size,
+            symmetric=[int(symmetric)],
+            **attributes,
+        )
 
     def rows() -> Iterator[NDArray[Any]]:
-        """Rows of gate and up in turn, as ONNX Runtime's MoE kernels read them."""
         for expert in experts:
             gate = modules.reader.require(expert + "gate_proj.weight", (size, hidden))
             up = modules.reader.require(expert + "up_proj.weight", (size, hidden))
@@ -39,21 +75,30 @@ def mixture_of_experts(modules: ModuleWriter, x: str, name: str, source: str, mo
         for expert in experts:
             yield modules.reader.require(expert + "down_proj.weight", (hidden, size))
 
-    gate_up = graph.weight(f"{name}.experts.gate_up", (count, 2 * size, hidden), rows())
-    down = graph.weight(f"{name}.experts.down", (count, hidden, size), down_rows())
-    routed = graph.node(
-        "deepseek.Experts",
-        [x, expert_ids, expert_weights, gate_up, down],
-        f"{name}.experts",
-        num_experts=[count],
-        top_k=[moe.routing.top_k],
-    )
-    if not moe.shared_intermediate_size:
-        return routed
-    shared = gated_mlp(
-        modules, x, f"{name}.shared", source + "shared_experts.", moe.shared_intermediate_size
-    )
-    return graph.node("Add", [routed, shared], f"{name}.sum")
+    dense = [
+        graph.weight(f"{name}.gate_up", shapes["gate_up"], rows()),
+        graph.weight(f"{name}.down", shapes["down"], down_rows()),
+    ]
+    return graph.node("deepseek.Experts", [*inputs, *dense], name, **attributes)
+
+
+def _int4_experts(
+    modules: ModuleWriter, experts: list[str], source: str
+) -> tuple[list[tuple[Int4Linear, ...]], list[tuple[Int4Linear, ...]], int] | None:
+    """Return the blocks of gate_up and down and their group size; None if they cannot be INT4."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    layers = [modules.reader.int4(expert + name) for expert in experts for name in names]
+    found = [layer for layer in layers if layer is not None]
+    if not found:
+        return None
+    group_size = common_group_size(found)
+    ordered = any(layer.input_order is not None for layer in found)
+    if len(found) < len(layers) or ordered or group_size is None:
+        reason = "have an input order each" if ordered else "are not quantised in one way"
+        logger.warning("%s*: the experts %s; they become floating point", source, reason)
+        return None
+    gate_up: list[tuple[Int4Linear, ...]] = list(zip(found[0::3], found[1::3], strict=True))
+    return gate_up, [(layer,) for layer in found[2::3]], group_size
 
 
 def _route(

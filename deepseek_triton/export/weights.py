@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from deepseek_triton.errors import BuildError
+from deepseek_triton.quantize.int4 import Int4Linear, pack_nibbles
+
+UINT4 = np.dtype(ml_dtypes.uint4)
+"""Two codes a byte in files, the first in the low half; blocks of codes are uint8, one a byte."""
 
 ALIGNMENT = 4096  # a page, so that any runtime can map each weight by itself
 _CHUNK_BYTES = 8 << 20  # of converted output; bounds the memory of a conversion
@@ -30,6 +35,9 @@ class TensorReader(Protocol):
 
     def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return a tensor, preferably a view on a mapped file, after checking its shape."""
+
+    def int4(self, source: str) -> Int4Linear | None:
+        """Return the INT4 weight of the linear layer `source`, unread; None if it is dense."""
 
     def release(self) -> None:
         """Drop mapped pages read so far from memory; arrays stay valid."""
@@ -45,7 +53,13 @@ class _Weight:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return nbytes(self.shape, self.dtype)
+
+
+def nbytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    """Return the bytes that an array takes in a file."""
+    count = math.prod(shape)
+    return -(-count // 2) if dtype == UINT4 else count * dtype.itemsize
 
 
 class WeightFile:
@@ -69,7 +83,7 @@ class WeightFile:
     ) -> None:
         """Declare a weight whose elements are those of `blocks` in C order, converted to `dtype`.
 
-        `blocks` is read once, by `write`.
+        `blocks` is read once, by `write` or `read`.
         """
         offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         self._weights.append(_Weight(name, tuple(shape), dtype, blocks, offset))
@@ -98,6 +112,12 @@ class WeightFile:
             for key, value in entries.items():
                 tensor.external_data.add(key=key, value=str(value))
             yield tensor
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Return one weight in memory, as `write` would store it."""
+        weight = next(w for w in self._weights if w.name == name)
+        data = b"".join(_chunks(weight))
+        return np.frombuffer(data, weight.dtype).reshape(weight.shape)
 
     def write(self, path: Path, release: Callable[[], None]) -> None:
         """Write the file at `path` and flush it to disk.
@@ -130,16 +150,37 @@ class WeightFile:
 
 def _chunks(weight: _Weight) -> Iterator[memoryview]:
     """Yield a weight's bytes; raises ValueError if its blocks do not fill its shape exactly."""
-    limit = _CHUNK_BYTES // weight.dtype.itemsize
     written = 0
+    if weight.dtype == UINT4:
+        chunks = packed(_pieces(weight))
+    else:
+        chunks = (narrowed(weight.name, piece, weight.dtype) for piece in _pieces(weight))
+    for chunk in chunks:
+        written += chunk.nbytes
+        yield chunk.view(np.uint8).data
+    if written != weight.nbytes:
+        raise ValueError(f"{weight.name}: blocks hold {written} bytes of {weight.nbytes}")
+
+
+def _pieces(weight: _Weight) -> Iterator[NDArray[Any]]:
+    """Yield the elements of a weight's blocks in pieces of bounded size."""
+    limit = _CHUNK_BYTES // weight.dtype.itemsize
     for block in weight.blocks:
         flat = block.reshape(-1)
         for start in range(0, flat.size, limit):
-            chunk = narrowed(weight.name, flat[start : start + limit], weight.dtype)
-            written += chunk.nbytes
-            yield chunk.view(np.uint8).data
-    if written != weight.nbytes:
-        raise ValueError(f"{weight.name}: blocks hold {written} bytes of {weight.nbytes}")
+            yield flat[start : start + limit]
+
+
+def packed(pieces: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
+    """Pack codes, two a byte, across the ends of `pieces`; an odd last one gets 0 beside it."""
+    left = np.empty(0, np.uint8)
+    for piece in pieces:
+        codes = np.concatenate([left, piece]) if left.size else piece
+        even = codes.size & ~1
+        left = codes[even:]
+        yield pack_nibbles(codes[:even])
+    if left.size:
+        yield left
 
 
 def narrowed(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

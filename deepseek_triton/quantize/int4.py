@@ -131,7 +131,7 @@ def kernel_group_size(columns: int, group_size: int) -> int:
 def common_group_size(layers: Sequence[Int4Linear]) -> int | None:
     """Return the group size in which all of `layers` can be written, or None."""
     sizes = {kernel_group_size(layer.shape[1], layer.group_size) for layer in layers}
-    smallest = min(sizes)
+    smallest = min(sizes, default=1)
     return smallest if all(size % smallest == 0 for size in sizes) else None
 
 

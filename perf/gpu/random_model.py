@@ -102,6 +102,9 @@ class Shapes:
         """Return zeros of `shape`."""
         return np.broadcast_to(np.float32(0), shape)
 
+    def int4(self, source: str) -> None:
+        """No layer is INT4."""
+
     def release(self) -> None:
         """Nothing is held."""
 

@@ -41,4 +41,22 @@ Experts <num_experts, top_k> (x, expert_ids, expert_weights, gate_up, down) => (
 }
 """
 
-EXPERT_FUNCTIONS = (EXPERTS,)
+EXPERTS_INT4 = """
+# Experts with 4-bit codes; see LinearInt4. Both projections have groups of group_size inputs.
+#   x [T, D], expert_ids [T, K] int64, expert_weights [T, K] float32,
+#   gate_up UINT4 [E, 2·F, D], gate_up_scales [E, 2·F, Gd], gate_up_zeros UINT4 [E, 2·F, Gd],
+#   down UINT4 [E, D, F], down_scales [E, D, Gf], down_zeros UINT4 [E, D, Gf] → y [T, D]
+ExpertsInt4 <num_experts, top_k, group_size, symmetric>
+    (x, expert_ids, expert_weights, gate_up, gate_up_scales, gate_up_zeros,
+     down, down_scales, down_zeros) => (y)
+{
+    gate_up_dense = DequantizeLinear <axis = 2, block_size: int = @group_size>
+        (gate_up, gate_up_scales, gate_up_zeros)
+    down_dense = DequantizeLinear <axis = 2, block_size: int = @group_size>
+        (down, down_scales, down_zeros)
+    y = deepseek.Experts <num_experts: ints = @num_experts, top_k: ints = @top_k>
+        (x, expert_ids, expert_weights, gate_up_dense, down_dense)
+}
+"""
+
+EXPERT_FUNCTIONS = (EXPERTS, EXPERTS_INT4)

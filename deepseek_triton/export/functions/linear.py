@@ -18,6 +18,18 @@ LinearBias (x, weight, bias) => (y) {
 }
 """
 
+# A bias is an Add after it, an order of the inputs a Gather before it.
+LINEAR_INT4 = """
+# Linear layer with 4-bit codes: weight = (code − zero point) · scale, one scale and zero point for
+# each row and group of group_size inputs. symmetric tells a replacement that all are 8.
+#   x [T, K], codes UINT4 [N, K], scales [N, G], zero_points UINT4 [N, G] → y [T, N]
+#   G = ceil(K / group_size)
+LinearInt4 <group_size, symmetric> (x, codes, scales, zero_points) => (y) {
+    weight = DequantizeLinear <axis = 1, block_size: int = @group_size> (codes, scales, zero_points)
+    y = Gemm <transB = 1> (x, weight)
+}
+"""
+
 SWIGLU = """
 # SwiGLU (arXiv 2002.05202): silu(gate) · up, with gate and up side by side.
 #   gate_up [T, 2·F] → y [T, F]
@@ -29,4 +41,4 @@ SwiGLU (gate_up) => (y) {
 }
 """
 
-LINEAR_FUNCTIONS = (LINEAR, LINEAR_BIAS, SWIGLU)
+LINEAR_FUNCTIONS = (LINEAR, LINEAR_BIAS, LINEAR_INT4, SWIGLU)

@@ -61,5 +61,8 @@ class DictReader:
             raise CheckpointError(f"tensor {name} is missing or misshapen")
         return self.arrays[name]
 
+    def int4(self, source: str) -> None:
+        """No layer is INT4."""
+
     def release(self) -> None:
         """Nothing is mapped."""

@@ -41,6 +41,9 @@ class SparseReader:
     def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         return np.ndarray(shape, ml_dtypes.bfloat16, self._map, self._offsets[name])
 
+    def int4(self, source: str) -> None:
+        """No layer is INT4."""
+
     def release(self) -> None:
         self.growth = max(self.growth, self._process.memory_info().rss - self._start)
         self._map.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,75 @@
+"""INT4 layers as AutoAWQ stores them in its version "gemm".
+
+For a linear layer `m`, weight [N, K], G = K / group_size groups:
+
+    m.qweight  int32   [K, N/8]   eight codes a word along N, in the order 0 2 4 6 1 3 5 7
+    m.qzeros   int32   [G, N/8]   zero points, in the same order
+    m.scales   float16 [G, N]
+
+value = (code − zero point) · scale. https://github.com/casper-hansen/AutoAWQ
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepseek_triton.checkpoint.fields import Fields, describe
+from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor
+from deepseek_triton.errors import UnsupportedModelError
+from deepseek_triton.quantize.int4 import Int4Linear, unpack_words
+from deepseek_triton.quantize.parts import FLOATS, WORDS, as_float32, sources, take
+
+_PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # column i of a word is its nibble _PLACES[i]
+_ROWS = 512  # of K that are unpacked at a time
+
+
+def present_awq(reader: CheckpointReader, config: Fields) -> None:
+    """Present the INT4 layers of an AutoAWQ checkpoint.
+
+    `config` is config.json's quantization_config. Raises UnsupportedModelError for another layout
+    and CheckpointError for parts that do not belong together.
+    """
+    version = (config.optional_string("version") or "gemm").lower()
+    if version != "gemm":
+        raise UnsupportedModelError(
+            f'{config.where}: AWQ version {describe(version)} is not supported, only "gemm" is'
+        )
+    stored_group = config.integer("group_size", 128, minimum=-1)
+    for source in tuple(sources(reader, ".qweight")):
+        words = take(reader, f"{source}.qweight", WORDS)
+        columns, outputs = words.shape[0], 8 * words.shape[1]
+        group = columns if stored_group < 1 else stored_group
+        groups = -(-columns // group)
+        zeros = take(reader, f"{source}.qzeros", WORDS, (groups, outputs // 8))
+        scales = take(reader, f"{source}.scales", FLOATS, (groups, outputs))
+        layer = Int4Linear(
+            file=words.file,
+            shape=(outputs, columns),
+            group_size=group,
+            symmetric=False,
+            input_order=None,
+            codes=partial(_unpack, words),
+            scales=partial(_scales, scales),
+            zero_points=partial(_unpack, zeros),
+        )
+        reader.put_int4(source, layer)
+
+
+def _unpack(tensor: CheckpointTensor) -> NDArray[np.uint8]:
+    """Return [N, K] codes of words [K, N/8]."""
+    words = tensor.read()
+    codes = np.empty((8 * words.shape[1], len(words)), np.uint8)
+    for start in range(0, len(words), _ROWS):
+        rows = slice(start, start + _ROWS)
+        nibbles = unpack_words(words[rows]).reshape(-1, words.shape[1], 8)
+        codes[:, rows] = nibbles[..., _PLACES].reshape(len(nibbles), -1).T
+    return codes
+
+
+def _scales(tensor: CheckpointTensor) -> NDArray[np.float32]:
+    values: NDArray[Any] = tensor.read()
+    return as_float32(values.T)
