@@ -8,10 +8,10 @@ from pathlib import Path
 
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.names import validate_checkpoint
-from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.errors import DeepseekTritonError
 from deepseek_triton.export.portable import export_portable
 from deepseek_triton.export.precision import PRECISIONS
+from deepseek_triton.quantize.checkpoint import open_checkpoint
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         spec = read_model_spec(args.checkpoint)
-        reader = CheckpointReader(args.checkpoint)
+        reader = open_checkpoint(args.checkpoint, spec)
         validate_checkpoint(reader, spec)
         model = export_portable(
             spec, reader, args.out, precision=args.precision, block_size=args.block_size
