@@ -2,8 +2,9 @@
 
     portable                                   rewritten
     context_lens [B], last_token [B]           slot_mapping [T, 2], logit_rows [R]   (T = B · S)
-    AttentionMask, LatentAttention             …InPlace: rows are scattered into the pool first
-    new_kv.<l> [B, S, W]                       kv_pool_out.<l>, the same buffer as kv_pool.<l>
+    AttentionMask, LatentAttention,            …InPlace: rows are scattered into the pool first
+      GroupedQueryAttention
+    new_<p>.<l> [B, S, W]                      <p>_pool_out.<l>, the same buffer as <p>_pool.<l>
     w_uk, w_uv [H, …]                          H weights each, the same bytes of the weights file
     Experts                                    ExpertsSparse: com.microsoft::MoE
     half-precision weights                     Cast to float32, as is all else (ort_precision.py)
@@ -66,7 +67,7 @@ def rewrite(model: onnx.ModelProto) -> None:
     if missing:
         raise BuildError(f"not a portable model: it has no input {min(missing)!r}")
     _take_logit_rows(graph)
-    num_heads = max(_size(n, "num_heads") for n in graph.node if n.op_type == "LatentAttention")
+    num_heads = max(_size(n, "num_heads") for n in graph.node if n.op_type in _ATTENTION)
     for node in list(graph.node):
         if node.domain == DOMAIN and node.op_type in _REWRITES:
             _REWRITES[node.op_type](graph, node)
@@ -98,15 +99,26 @@ def _mask(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
     _replace(node.input, [positions, block_tables])
 
 
-def _attention(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
+def _latent_attention(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
     q, kv_a, kv_norm, w_uk, w_uv, cos, sin, turn, pool, block_tables, mask = node.input
     by_head = [*_split_by_head(graph, w_uk), *_split_by_head(graph, w_uv)]
     step = (cos, sin, turn, pool, block_tables, mask, "slot_mapping")
-    pool_out = pool.replace("kv_pool.", "kv_pool_out.")
-    new_rows = node.output[1]
     node.op_type = "LatentAttentionInPlace"
-    node.output[1] = pool_out
     _replace(node.input, [q, kv_a, kv_norm, *by_head, *step])
+    _return_pool(graph, node, 1, pool)
+
+
+def _grouped_query_attention(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
+    node.op_type = "GroupedQueryAttentionInPlace"
+    node.input.append("slot_mapping")
+    for index, pool in enumerate(node.input[6:8], start=1):
+        _return_pool(graph, node, index, pool)
+
+
+def _return_pool(graph: onnx.GraphProto, node: onnx.NodeProto, index: int, pool: str) -> None:
+    """Make output `index` of `node`, new rows so far, the whole `pool` after the step."""
+    new_rows, pool_out = node.output[index], pool.replace("_pool.", "_pool_out.")
+    node.output[index] = pool_out
     value = next(value for value in graph.output if value.name == new_rows)
     value.CopyFrom(next(value for value in graph.input if value.name == pool))
     value.name = pool_out
@@ -165,7 +177,11 @@ def _extra_rows(graph: onnx.GraphProto, num_experts: int, top_k: int) -> list[st
     return outputs
 
 
-_REWRITES = {"AttentionMask": _mask, "LatentAttention": _attention, "Experts": _experts}
+_ATTENTION = {
+    "LatentAttention": _latent_attention,
+    "GroupedQueryAttention": _grouped_query_attention,
+}
+_REWRITES = {"AttentionMask": _mask, **_ATTENTION, "Experts": _experts}
 
 
 def _size(node: onnx.NodeProto, name: str) -> int:

@@ -69,11 +69,13 @@ class Fields:
             return None
         return self.integer(key, default if default is not None else minimum, minimum)
 
-    def required_integer(self, key: str, why: str) -> int:
-        """Return a positive integer that has no default."""
-        if not self.has(key):
+    def required_integer(
+        self, key: str, why: str, default: int | None = None, maximum: int = MAX_INTEGER
+    ) -> int:
+        """Return a positive integer; without a `default` the key must be there."""
+        if default is None and not self.has(key):
             raise self.error(key, f"is missing: {why}")
-        return self.integer(key, 1)
+        return self.integer(key, default or 1, maximum=maximum)
 
     def positive(self, key: str, default: float) -> float:
         """Return a finite number above zero as a float."""

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deepseek_triton.checkpoint.config import ARCHITECTURES, model_spec_from_config
+from deepseek_triton.checkpoint.config import model_spec_from_config
+from deepseek_triton.checkpoint.families import FAMILIES
 from deepseek_triton.checkpoint.fields import read_json_object
 from deepseek_triton.checkpoint.names import EMBEDDING, LM_HEAD, NamedShape, expected_tensors
 from deepseek_triton.checkpoint.reader import INDEX_FILE, SINGLE_FILE, CheckpointReader
@@ -96,7 +97,8 @@ def _complete_config(
         raise ConfigError(f"num_shards must be at least 1, found {num_shards}")
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; it must be one of {list(WEIGHT_DTYPES)}")
-    names = [name for name, kind in ARCHITECTURES.items() if kind == config.get("model_type")]
+    family = FAMILIES.get(config.get("model_type", ""))
+    names = [] if family is None else [family.class_name]
     marker = {"seed": seed, "num_shards": num_shards, "version": _RECIPE_VERSION}
     defaults = {"architectures": names, "torch_dtype": dtype, **_SPECIAL_IDS}
     return defaults | config | {"torch_dtype": dtype, _MARKER: marker}

@@ -91,6 +91,11 @@ class LatentAttentionSpec:
         """Width of a row of each pool."""
         return self.latent_width
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Keys of a row: all heads share one."""
+        return 1
+
 
 @dataclass(frozen=True)
 class GroupedQueryAttentionSpec:

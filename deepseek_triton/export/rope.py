@@ -1,4 +1,4 @@
-"""Constants of the rotary embedding: frequencies, yarn's attention factor, the pair layout."""
+"""Constants of the rotary embedding: frequencies, YaRN's attention factor, the pair layout."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from deepseek_triton.checkpoint.spec import RopeSpec, YarnSpec
+from deepseek_triton.checkpoint.spec import LinearSpec, Llama3Spec, RopeSpec, YarnSpec
 
 
 def inverse_frequencies(rope: RopeSpec) -> NDArray[np.float32]:
     """Return [dim]: the angle per position of each dimension, in the order of `rope.interleaved`.
 
-    Plain: theta^(−2i/dim) (arXiv 2104.09864, eq. 15). Yarn mixes it with the frequency divided by
-    `factor` (arXiv 2309.00071, section 3.2). In float32 throughout, as the reference computes it:
-    at large positions the rounding of a frequency is visible.
+    Plain: theta^(−2i/dim) (arXiv 2104.09864, eq. 15). Linear scaling divides it by `factor` (arXiv
+    2306.15595). YaRN and Llama 3 mix the two, pair by pair (arXiv 2309.00071, section 3.2; arXiv
+    2407.21783). In float32 throughout, as the reference computes it: at large positions the
+    rounding of a frequency is visible.
     """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     periods = np.float32(rope.theta) ** exponents
     frequencies = np.reciprocal(periods)
-    if rope.yarn is not None:
-        interpolated = np.float32(1) / (np.float32(rope.yarn.factor) * periods)
-        keep = np.float32(1) - _yarn_ramp(rope, rope.yarn)
+    scaling = rope.scaling
+    if isinstance(scaling, YarnSpec):
+        interpolated = np.float32(1) / (np.float32(scaling.factor) * periods)
+        keep = np.float32(1) - _yarn_ramp(rope, scaling)
         frequencies = interpolated * (np.float32(1) - keep) + frequencies * keep
+    elif isinstance(scaling, LinearSpec):
+        frequencies = frequencies / np.float32(scaling.factor)
+    elif isinstance(scaling, Llama3Spec):
+        keep = _llama3_ramp(frequencies, scaling)
+        frequencies = frequencies / np.float32(scaling.factor) * (1 - keep) + frequencies * keep
     if rope.interleaved:
         return np.repeat(frequencies, 2)
     return np.tile(frequencies, 2)
@@ -46,6 +53,13 @@ def _yarn_ramp(rope: RopeSpec, yarn: YarnSpec) -> NDArray[np.float32]:
     index = np.arange(rope.dim // 2, dtype=np.float32)
     ramp = (index - np.float32(low)) / np.float32(high - low)
     return np.clip(ramp, 0, 1).astype(np.float32)
+
+
+def _llama3_ramp(frequencies: NDArray[np.float32], llama3: Llama3Spec) -> NDArray[np.float32]:
+    """Return [dim/2] in [0, 1]: 1 where a pair turns often enough to keep its frequency."""
+    turns = np.float32(llama3.original_max_position_embeddings / (2 * math.pi)) * frequencies
+    low, high = np.float32(llama3.low_freq_factor), np.float32(llama3.high_freq_factor)
+    return np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
 
 
 def attention_factor(rope: RopeSpec) -> float:

@@ -21,12 +21,15 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir, mismatch
+from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
+from deepseek_triton.request import TopLogProbs
 from deepseek_triton.runner.base import RowScores, Speculation, StepResult, StepRow
 from deepseek_triton.runner.ort_model import ModelRow, ModelShape, PagedModel
 from deepseek_triton.runner.ort_session import allocate_pools, available_cores, open_session
-from deepseek_triton.runner.sampler import sample, score
+from deepseek_triton.runner.ort_shapes import AttentionShape
+from deepseek_triton.runner.sampler import sample, score, top_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -53,26 +56,22 @@ class OnnxRuntimeRunner:
         _check_runtime(engine)
         num_threads = num_threads or available_cores()
         model = manifest.model
-        shape = ModelShape(model.vocab_size, model.hidden_size, model.attention.num_heads)
+        shape = _shape(model)
         self._vocab_size = model.vocab_size
         self._spec = manifest.kv_cache
         self._num_blocks = num_blocks
-        sessions = {engine.model_path: range(model.num_layers)}
+        paths = [engine.model_path]
         if manifest.draft_file is not None:
-            draft_layers = range(model.num_layers, self._spec.num_layers)
-            sessions[engine.path / manifest.draft_file] = draft_layers
-        opened = [open_session(path, num_threads) for path in sessions]
+            paths.append(engine.path / manifest.draft_file)
+        sessions = [open_session(path, num_threads) for path in paths]
         pools = allocate_pools(self._spec, num_blocks + 1)  # the last block is for padding
-        self._models = [
-            PagedModel(
-                session,
-                shape,
-                self._spec,
-                {layer: pools[layer] for layer in layers},
-                num_threads=num_threads,
+        self._models = []
+        for session in sessions:
+            names = {value.name for value in session.get_inputs()}
+            own = {name: pool for name, pool in pools.items() if name in names}
+            self._models.append(
+                PagedModel(session, shape, self._spec, own, num_threads=num_threads)
             )
-            for session, layers in zip(opened, sessions.values(), strict=True)
-        ]
         logger.info(
             "loaded %s: %d KV blocks, %.1f MiB",
             engine.path,
@@ -114,20 +113,23 @@ class OnnxRuntimeRunner:
             for sampling in (row.sampling, *row.draft_sampling)
         ]
         drawn: list[tuple[tuple[int, ...], tuple[float, ...]]] = [((), ())] * len(rows)
+        tops: tuple[TopLogProbs, ...] = ()
         if samplings:
             ids, probs = sample(logits[order], samplings)
             drawn = list(_accept(rows, ids.tolist(), probs.tolist()))
+            counts = [sampling.params.top_log_probs for sampling in samplings]
+            tops = _by_row(rows, top_log_probs(logits[order], counts))
         for index, (row_ids, row_probs) in enumerate(drawn):
             if row_ids:
                 token_ids[index], log_probs[index] = row_ids[0], row_probs[0]
         if len(self._models) == 1:
-            return StepResult(token_ids, log_probs)
+            return StepResult(token_ids, log_probs, top_log_probs=tops)
         guesses = self._draft(rows, [row_ids for row_ids, _ in drawn], hidden)
         speculation = tuple(
             Speculation(row_ids[1:], row_probs[1:], guesses.get(index, ()))
             for index, (row_ids, row_probs) in enumerate(drawn)
         )
-        return StepResult(token_ids, log_probs, speculation)
+        return StepResult(token_ids, log_probs, speculation, tops)
 
     def score(self, rows: tuple[StepRow, ...]) -> tuple[RowScores, ...]:
         """See ScoringRunner.score."""
@@ -188,6 +190,13 @@ class OnnxRuntimeRunner:
         }
 
 
+def _shape(model: ModelSpec) -> ModelShape:
+    attention = model.attention
+    groups = attention.num_kv_heads
+    products = AttentionShape(attention.num_heads, groups, attention.pool_width // groups)
+    return ModelShape(model.vocab_size, model.hidden_size, products)
+
+
 def _model_row(row: StepRow) -> ModelRow:
     ids = row.token_ids
     if row.draft_token_ids:
@@ -215,6 +224,20 @@ def _accept(
         kept = slice(begin, begin + right + 1)
         yield tuple(token_ids[kept]), tuple(log_probs[kept])
         begin += 1 + len(drafts)
+
+
+def _by_row(rows: Sequence[StepRow], tops: tuple[TopLogProbs, ...]) -> tuple[TopLogProbs, ...]:
+    """Return those of each row's first place; `tops` has them of all places."""
+    if not tops:
+        return ()
+    places = iter(tops)
+    found = []
+    for row in rows:
+        own = [
+            next(places) for _ in range(0 if row.sampling is None else 1 + len(row.draft_token_ids))
+        ]
+        found.append(own[0] if own else ())
+    return tuple(found)
 
 
 def _check_runtime(engine: EngineDir) -> None:

@@ -7,7 +7,7 @@ The engine directory's models (build/onnxruntime.py) have these inputs; T = B ·
     block_tables  int32 [B, M]
     slot_mapping  int64 [T, 2]        (block, offset) that receives each token's KV row
     logit_rows    int64 [R]           indices into T of the tokens whose logits are wanted
-    kv_pool.<l>   float [N, bs, W]    and kv_pool_out.<l>, the same buffer
+    <p>_pool.<l>  float [N, bs, W]    and <p>_pool_out.<l>, the same buffer; p = kv, or k and v
     hidden        float [T, D]        of a draft model alone (export/mtp.py)
 
 and the output `logits` float [R, V]; with a draft beside it, the model also gives `hidden` [T, D].
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.runner.ort_plan import Piece, plan_calls
-from deepseek_triton.runner.ort_shapes import least_keys, padded_batch
+from deepseek_triton.runner.ort_shapes import AttentionShape
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ModelShape:
 
     vocab_size: int
     hidden_size: int
-    num_heads: int
+    attention: AttentionShape
 
 
 class PagedModel:
@@ -61,11 +61,11 @@ class PagedModel:
         session: ort.InferenceSession,
         shape: ModelShape,
         spec: KVCacheSpec,
-        pools: dict[int, NDArray[np.float32]],
+        pools: dict[str, NDArray[np.float32]],
         *,
         num_threads: int,
     ) -> None:
-        """`pools` [num_blocks + 1, block_size, width] by layer; the last block is scratch."""
+        """`pools` [num_blocks + 1, block_size, width] by input name; the last block is scratch."""
         self._session: ort.InferenceSession | None = session
         self._shape, self._spec = shape, spec
         self._num_threads = num_threads
@@ -73,9 +73,9 @@ class PagedModel:
         self._scratch = len(self._pools[0]) - 1
         self._binding = session.io_binding()
         self._values = [ort.OrtValue.ortvalue_from_numpy(pool) for pool in self._pools]
-        for layer, value in zip(pools, self._values, strict=True):
-            self._binding.bind_ortvalue_input(f"kv_pool.{layer}", value)
-            self._binding.bind_ortvalue_output(f"kv_pool_out.{layer}", value)
+        for name, value in zip(pools, self._values, strict=True):
+            self._binding.bind_ortvalue_input(name, value)
+            self._binding.bind_ortvalue_output(name.replace("_pool.", "_pool_out."), value)
         self._gives_hidden = "hidden" in {output.name for output in session.get_outputs()}
         self._logits: NDArray[np.float32] = np.empty((0, shape.vocab_size), np.float32)
 
@@ -98,7 +98,7 @@ class PagedModel:
             sizes = [(len(row.token_ids), self._shape.hidden_size) for row in rows]
             hidden = [np.empty(size, np.float32) for size in sizes]
         begin = 0
-        for pieces in plan_calls(rows, num_heads=self._shape.num_heads):
+        for pieces in plan_calls(rows, num_heads=self._shape.attention.num_heads):
             length = pieces[0].length  # the planner puts the longest first
             logit_rows: list[int] = []
             for i, piece in enumerate(pieces):
@@ -153,14 +153,9 @@ class PagedModel:
     ) -> dict[str, NDArray[np.generic]]:
         block_size, count = self._spec.block_size, len(pieces)
         length = pieces[0].length
-        batch = padded_batch(
-            count,
-            length,
-            num_heads=self._shape.num_heads,
-            width=self._spec.width,
-            num_threads=self._num_threads,
-        )
-        num_keys = max(least_keys(batch, self._num_threads), *(p.num_keys for p in pieces))
+        attention, num_threads = self._shape.attention, self._num_threads
+        batch = attention.padded_batch(count, length, num_threads)
+        num_keys = max(attention.least_keys(batch, num_threads), *(p.num_keys for p in pieces))
         input_ids = np.zeros((batch, length), np.int32)
         tables = np.empty((batch, self._spec.blocks_for(num_keys)), np.int32)
         for i, piece in enumerate(pieces):

@@ -60,8 +60,8 @@ def open_session(model_path: Path, num_threads: int) -> ort.InferenceSession:
         ) from error
 
 
-def allocate_pools(spec: KVCacheSpec, num_blocks: int) -> list[NDArray[np.float32]]:
-    """Return one zeroed pool [num_blocks, block_size, width] for each layer.
+def allocate_pools(spec: KVCacheSpec, num_blocks: int) -> dict[str, NDArray[np.float32]]:
+    """Return the zeroed pools [num_blocks, block_size, width] of all layers by graph input.
 
     Raises:
         ConfigError: less memory is available than the pools need.
@@ -75,6 +75,6 @@ def allocate_pools(spec: KVCacheSpec, num_blocks: int) -> list[NDArray[np.float3
         raise ConfigError(f"{problem}, {available:,} are available: {way_out}")
     shape = (num_blocks, spec.block_size, spec.width)
     try:
-        return [np.zeros(shape, spec.dtype) for _ in range(spec.num_layers)]
+        return {name: np.zeros(shape, spec.dtype) for name in spec.pool_names}
     except MemoryError as error:
         raise ConfigError(f"{problem}, which cannot be allocated: {way_out}") from error

@@ -14,10 +14,15 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
-SHAPE = {
-    "vocab_size": 131,
+VOCAB_SIZE = 131
+LATENT_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 40,
     "intermediate_size": 56,
     "num_hidden_layers": 3,
@@ -38,6 +43,25 @@ SHAPE = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+GROUPED_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Configuration, model and shape of each architecture.
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT_SHAPE),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT_SHAPE),
+    "llama": (LlamaConfig, LlamaForCausalLM, GROUPED_SHAPE),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, GROUPED_SHAPE),
+}
 # With four pairs the ramp is 0, 0, 1/2, 1: both betas, the base and the old context all count.
 YARN = {
     "rope_type": "yarn",
@@ -52,27 +76,25 @@ GROUPS = {"n_group": 4, "topk_group": 2}
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One model: how it differs from SHAPE, and how it is stored."""
+    """One model: how it differs from its family's shape, and how it is stored."""
 
     name: str
-    version: int  # 2 or 3
+    family: str  # a key of FAMILIES
     changes: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32  # of the checkpoint
     max_shard_size: str = "5GB"
 
     def save(self, folder: Path) -> Reference:
         """Write the checkpoint into `folder` and return the model that it holds."""
-        config = {**SHAPE, **self.changes}
-        kind: Any = DeepseekV2ForCausalLM if self.version == 2 else DeepseekV3ForCausalLM
-        config_kind = DeepseekV2Config if self.version == 2 else DeepseekV3Config
+        config_kind, kind, shape = FAMILIES[self.family]
         torch.manual_seed(0)
-        model = kind(config_kind(**config))
-        _randomize(model)
+        model = kind(config_kind(**{**shape, **self.changes}))
+        randomize(model)
         model.to(self.dtype).save_pretrained(folder, max_shard_size=self.max_shard_size)
         return Reference(kind.from_pretrained(folder, dtype=torch.float32).eval())
 
 
-def _randomize(model: torch.nn.Module) -> None:
+def randomize(model: torch.nn.Module) -> None:
     """Give every tensor values that matter: norms off 1, biases off 0, decisive routers."""
     generator = torch.Generator().manual_seed(1)
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -135,22 +157,55 @@ def _cases() -> list[ParityCase]:
     }
     one_group = {"n_group": 1, "topk_group": 1}
     return [
-        ParityCase("v2_lite", 2, {"topk_method": "greedy"}),
-        ParityCase("v2", 2, v2),
-        ParityCase("v2_yarn_without_mscale", 2, {**v2, "rope_parameters": YARN}),
+        ParityCase("v2_lite", "deepseek_v2", {"topk_method": "greedy"}),
+        ParityCase("v2", "deepseek_v2", v2),
+        ParityCase("v2_yarn_without_mscale", "deepseek_v2", {**v2, "rope_parameters": YARN}),
         ParityCase(
-            "v2_yarn_exact_range", 2, {**v2, "rope_parameters": {**YARN, "truncate": False}}
+            "v2_yarn_exact_range",
+            "deepseek_v2",
+            {**v2, "rope_parameters": {**YARN, "truncate": False}},
         ),
-        ParityCase("v2_lite_bias", 2, {"topk_method": "greedy", "attention_bias": True}),
-        ParityCase("v2_tied", 2, {**v2, "tie_word_embeddings": True}),
-        ParityCase("v2_sharded", 2, v2, max_shard_size="60KB"),
-        ParityCase("v2_bf16", 2, v2, dtype=torch.bfloat16),
-        ParityCase("v3", 3, v3),
-        ParityCase("v3_rotate_halves", 3, {**v3, "rope_interleave": False}),
-        ParityCase("v3_bias", 3, {**v3, "attention_bias": True}),
-        ParityCase("v3_one_group", 3, {**v3, **one_group, "q_lora_rank": None}),
-        ParityCase("v3_not_normalized", 3, {**v3, "norm_topk_prob": False}),
-        ParityCase("v3_all_dense", 3, {**v3, "first_k_dense_replace": 3}),
+        ParityCase(
+            "v2_lite_bias", "deepseek_v2", {"topk_method": "greedy", "attention_bias": True}
+        ),
+        ParityCase("v2_tied", "deepseek_v2", {**v2, "tie_word_embeddings": True}),
+        ParityCase("v2_sharded", "deepseek_v2", v2, max_shard_size="60KB"),
+        ParityCase("v2_bf16", "deepseek_v2", v2, dtype=torch.bfloat16),
+        ParityCase("v3", "deepseek_v3", v3),
+        ParityCase("v3_rotate_halves", "deepseek_v3", {**v3, "rope_interleave": False}),
+        ParityCase("v3_bias", "deepseek_v3", {**v3, "attention_bias": True}),
+        ParityCase("v3_one_group", "deepseek_v3", {**v3, **one_group, "q_lora_rank": None}),
+        ParityCase("v3_not_normalized", "deepseek_v3", {**v3, "norm_topk_prob": False}),
+        ParityCase("v3_all_dense", "deepseek_v3", {**v3, "first_k_dense_replace": 3}),
+        *_grouped_query_cases(),
+    ]
+
+
+def _grouped_query_cases() -> list[ParityCase]:
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
+    # With the default head of ten, five pairs turn 5.1, 1.4, 0.4, 0.1 and 0.03 times in 32 tokens:
+    # one is fast, one between, three are slow.
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 600.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    many_heads = {"num_key_value_heads": 4}
+    return [
+        ParityCase("llama", "llama"),
+        ParityCase("llama_one_head_a_group", "llama", many_heads),
+        ParityCase("llama_one_group", "llama", {"num_key_value_heads": 1, "head_dim": 12}),
+        ParityCase("llama_bias", "llama", {"attention_bias": True}),
+        ParityCase("llama_bf16", "llama", dtype=torch.bfloat16),
+        ParityCase("llama3", "llama", {"rope_parameters": llama3, "head_dim": 16}),
+        ParityCase("coder_linear_rope", "llama", {**many_heads, "rope_parameters": linear}),
+        ParityCase("qwen2", "qwen2"),
+        ParityCase("qwen2_tied", "qwen2", {"tie_word_embeddings": True}),
+        ParityCase("qwen2_yarn", "qwen2", {"rope_parameters": YARN}),
+        ParityCase("qwen2_sharded", "qwen2", max_shard_size="30KB"),
     ]
 
 

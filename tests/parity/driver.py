@@ -107,7 +107,8 @@ class PortableModel:
 
     def __init__(self, path: Path, workload: Workload, *, expose_layers: bool = True) -> None:
         model = onnx.load(path, load_external_data=False)
-        self._num_layers = sum(value.name.startswith("kv_pool.") for value in model.graph.input)
+        pools = [value.name for value in model.graph.input if "_pool." in value.name]
+        self._num_layers = len({name.rpartition(".")[2] for name in pools})
         self._hidden = [f"layers.{i}.output" for i in range(self._num_layers)]
         if expose_layers:
             for name in self._hidden:
@@ -127,30 +128,26 @@ class PortableModel:
         shape = (workload.num_blocks, workload.block_size, width)
         # Stale rows of other requests must not matter: begin with large values, not with zeros.
         rng = np.random.default_rng(7)
-        self._pools = [
-            rng.normal(0, 100, shape).astype(np.float32) for _ in range(self._num_layers)
-        ]
+        self._pools = {name: rng.normal(0, 100, shape).astype(np.float32) for name in pools}
 
     def forward(self, rows: tuple[StepRow, ...]) -> NDArray[np.float32]:
         """Run one padded step, write the new KV rows into the pools, return logits [B, V]."""
-        feeds = _padded(rows)
-        for layer, pool in enumerate(self._pools):
-            feeds[f"kv_pool.{layer}"] = pool
-        values = self._session.run(None, feeds)
+        values = self._session.run(None, {**_padded(rows), **self._pools})
         self._outputs = dict(zip(self._output_names, values, strict=True))
-        for layer, pool in enumerate(self._pools):
+        for name, pool in self._pools.items():
+            new_rows = self._outputs["new_" + name.replace("_pool.", ".")]
             for b, row in enumerate(rows):
                 slots = np.arange(row.context_len, row.context_len + len(row.token_ids))
                 blocks = row.block_table[slots // pool.shape[1]]
-                new = self._outputs[f"new_kv.{layer}"][b, : len(slots)]
-                pool[blocks, slots % pool.shape[1]] = new
+                pool[blocks, slots % pool.shape[1]] = new_rows[b, : len(slots)]
         assert all(np.isfinite(value).all() for value in values), "padding made a NaN"
         return self._outputs["logits"]
 
     def layer_outputs(self) -> list[NDArray[np.float32]]:
         """Return the hidden states [B, S, D] after each layer in the latest step."""
-        batch, tokens = self._outputs["new_kv.0"].shape[:2]
-        return [self._outputs[name].reshape(batch, tokens, -1) for name in self._hidden]
+        batch = len(self._outputs["logits"])
+        hidden = [self._outputs[name] for name in self._hidden]
+        return [values.reshape(batch, -1, values.shape[-1]) for values in hidden]
 
 
 def _padded(rows: tuple[StepRow, ...]) -> dict[str, NDArray[Any]]:

@@ -9,12 +9,12 @@ import pytest
 from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.runner.cuda import CudaRunner
-from tests.parity.cases import CASES, SHAPE
+from tests.parity.cases import CASES, VOCAB_SIZE
 from tests.parity.driver import check_parity, make_workload
 
 pytestmark = pytest.mark.parity
 
-WORKLOAD = make_workload(int(str(SHAPE["vocab_size"])))
+WORKLOAD = make_workload(VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,12 +14,12 @@ from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.request import SamplingParams
 from deepseek_triton.runner.base import RowSampling, StepRow
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
-from tests.parity.cases import CASES, SHAPE, Reference
+from tests.parity.cases import CASES, VOCAB_SIZE, Reference
 from tests.parity.driver import check_parity, make_workload
 
 pytestmark = pytest.mark.parity
 
-WORKLOAD = make_workload(int(str(SHAPE["vocab_size"])))
+WORKLOAD = make_workload(VOCAB_SIZE)
 NO_TOKENS = np.zeros(0, np.int32)
 GREEDY = RowSampling(SamplingParams(), 0.0, None, NO_TOKENS, NO_TOKENS)
 

@@ -16,13 +16,13 @@ from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.names import validate_checkpoint
 from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.export.portable import WEIGHTS_FILE, export_portable
-from tests.parity.cases import CASES, SHAPE, Reference
+from tests.parity.cases import CASES, VOCAB_SIZE, Reference
 from tests.parity.driver import PortableModel, check_parity, make_workload
 
 pytestmark = pytest.mark.parity
 
 Exported = tuple[Reference, Path]
-WORKLOAD = make_workload(int(str(SHAPE["vocab_size"])))
+WORKLOAD = make_workload(VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_model_passes_the_full_checker(name: str, exported: Callable[[str], 
     onnx.checker.check_model(str(path), full_check=True)
 
 
-@pytest.mark.parametrize("name", ["v2_lite", "v2", "v3", "v3_one_group"])
+@pytest.mark.parametrize("name", ["v2_lite", "v2", "v3", "v3_one_group", "llama", "qwen2"])
 def test_the_inlined_model_is_valid_and_gives_the_same_logits(
     name: str, exported: Callable[[str], Exported]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention over a paged KV pool (arXiv 2405.04434, section 2.1)."""
+"""Attention over paged KV pools: latent and grouped-query."""
 
 from __future__ import annotations
 
@@ -130,4 +130,92 @@ LatentAttention
 }
 """
 
-ATTENTION_FUNCTIONS = (ATTENTION_MASK, LATENT_ATTENTION)
+# Every group is a product of its own, [S·R, d] x [d, keys]: R = H / G heads share a key.
+GROUPED_QUERY_ATTENTION = """
+# Grouped-query attention (arXiv 2305.13245) over cached and new tokens: head h reads the keys and
+# values of group h·G/H. Scores with the two kinds of keys are computed apart and joined for one
+# softmax.
+#   q [T, H·d], k, v [T, G·d], cos, sin [T, 1, d] float32, turn [d, d],
+#   k_pool, v_pool [N, block_size, G·d] (all finite; keys are rotated),
+#   block_tables [B, M ≥ 1] int32, mask [B, S, 1, M·block_size+S] float32
+#   → o [T, H·d], new_k, new_v [B, S, G·d]
+# rotary_interleaved tells a replacement how turn pairs dimensions; the body needs turn alone.
+GroupedQueryAttention <num_heads, num_kv_heads, head_dim, scale, rotary_interleaved>
+    (q, k, v, cos, sin, turn, k_pool, v_pool, block_tables, mask) => (o, new_k, new_v)
+{
+    heads = Constant <value_ints: ints = @num_heads> ()
+    groups = Constant <value_ints: ints = @num_kv_heads> ()
+    dim = Constant <value_ints: ints = @head_dim> ()
+    copy = Constant <value_ints = [0]> ()
+    rest = Constant <value_ints = [-1]> ()
+    batch = Shape <start = 0, end = 1> (mask)
+    tokens = Shape <start = 1, end = 2> (mask)
+    keys = Shape <start = 3, end = 4> (mask)
+
+    # New rows [B, S, G·d].
+    by_row = Concat <axis = 0> (batch, tokens, rest)
+    k_shape = Concat <axis = 0> (copy, groups, dim)
+    k_heads = Reshape (k, k_shape)
+    k_rotated = deepseek.Rotary (k_heads, cos, sin, turn)
+    new_k = Reshape (k_rotated, by_row)
+    new_v = Reshape (v, by_row)
+
+    # Queries [B, G, S·R, d].
+    q_shape = Concat <axis = 0> (copy, heads, dim)
+    q_heads = Reshape (q, q_shape)
+    q_rotated = deepseek.Rotary (q_heads, cos, sin, turn)
+    scale_float = Constant <value_float: float = @scale> ()
+    scale_like = CastLike (scale_float, q)
+    q_scaled = Mul (q_rotated, scale_like)
+    token_groups = Concat <axis = 0> (batch, tokens, groups, rest)
+    q_tokens = Reshape (q_scaled, token_groups)
+    q_groups = Transpose <perm = [0, 2, 1, 3]> (q_tokens)
+    group_rows = Concat <axis = 0> (batch, groups, rest, dim)
+    query = Reshape (q_groups, group_rows)
+
+    # Keys [B, G, d, n] and values [B, G, n, d] of the n cached and the n = S new tokens.
+    row_groups = Concat <axis = 0> (batch, rest, groups, dim)
+    k_blocks = Gather <axis = 0> (k_pool, block_tables)
+    k_cached = Reshape (k_blocks, row_groups)
+    k_cached_t = Transpose <perm = [0, 2, 3, 1]> (k_cached)
+    v_blocks = Gather <axis = 0> (v_pool, block_tables)
+    v_cached = Reshape (v_blocks, row_groups)
+    v_cached_groups = Transpose <perm = [0, 2, 1, 3]> (v_cached)
+    k_new = Reshape (k_rotated, row_groups)
+    k_new_t = Transpose <perm = [0, 2, 3, 1]> (k_new)
+    v_new = Reshape (v, row_groups)
+    v_new_groups = Transpose <perm = [0, 2, 1, 3]> (v_new)
+
+    # Scores [B, G, S·R, keys]; the mask is added in [B, G, S, R, keys].
+    cached_scores = MatMul (query, k_cached_t)
+    new_scores = MatMul (query, k_new_t)
+    scores = Concat <axis = -1> (cached_scores, new_scores)
+    split_tokens = Concat <axis = 0> (batch, groups, tokens, rest, keys)
+    scores_5d = Reshape (scores, split_tokens)
+    scores_float = Cast <to = 1> (scores_5d)
+    one = Constant <value_ints = [1]> ()
+    mask_5d = Unsqueeze (mask, one)
+    masked = Add (scores_float, mask_5d)
+    softmax = Softmax <axis = -1> (masked)
+    softmax_like = CastLike (softmax, q)
+    join_tokens = Concat <axis = 0> (batch, groups, rest, keys)
+    weights = Reshape (softmax_like, join_tokens)
+
+    cached_keys = Sub (keys, tokens)
+    key_sizes = Concat <axis = 0> (cached_keys, tokens)
+    cached_weights, new_weights = Split <axis = -1> (weights, key_sizes)
+    cached_sum = MatMul (cached_weights, v_cached_groups)
+    new_sum = MatMul (new_weights, v_new_groups)
+    sum = Add (cached_sum, new_sum)
+
+    # [B, G, S·R, d] → [T, H·d].
+    sum_shape = Concat <axis = 0> (batch, groups, tokens, rest)
+    sum_groups = Reshape (sum, sum_shape)
+    sum_tokens = Transpose <perm = [0, 2, 1, 3]> (sum_groups)
+    width = Mul (heads, dim)
+    flat = Concat <axis = 0> (rest, width)
+    o = Reshape (sum_tokens, flat)
+}
+"""
+
+ATTENTION_FUNCTIONS = (ATTENTION_MASK, LATENT_ATTENTION, GROUPED_QUERY_ATTENTION)

@@ -1,0 +1,206 @@
+"""Attention for ONNX Runtime's CPU kernels: new rows are written into the pools in place."""
+
+from __future__ import annotations
+
+from string import Template
+
+MASK_IN_PLACE = """
+# Additive mask of a step over the cached slots alone: 0 up to the query's position, else −1e30.
+# New rows are in the cache before it is read, so a slot's place in the block table is its position.
+#   positions [B, S], block_tables [B, M] int32 → mask [B, S, 1, M · block_size]
+AttentionMaskInPlace <block_size> (positions, block_tables) => (mask) {
+    zero = Constant <value = int32 {0}> ()
+    one = Constant <value = int32 {1}> ()
+    tail_axes = Constant <value_ints = [2, 3]> ()
+    block = Constant <value_ints: ints = @block_size> ()
+    blocks = Shape <start = 1, end = 2> (block_tables)
+    slots = Mul (blocks, block)
+    slots_0d = Squeeze (slots)
+    slots_int32 = Cast <to = 6> (slots_0d)
+    key = Range (zero, slots_int32, one)
+    query = Unsqueeze (positions, tail_axes)
+    visible = LessOrEqual (key, query)
+    open = Constant <value_float = 0.0> ()
+    closed = Constant <value_float = -1e30> ()
+    mask = Where (visible, open, closed)
+}
+"""
+
+BY_HEAD = Template("""
+# The columns of each head times the head's own weight.
+#   x [T, H·K], H weights [K, N] → y [T, H·N]
+ByHead (x, $weights) => (y) {
+    $parts = Split <axis = 1, num_outputs = $num_heads> (x)
+    $products
+    y = Concat <axis = 1> ($results)
+}
+""")
+
+# pool must come straight from ScatterND: anything between them, a Reshape too, makes the runtime
+# copy the whole pool. It is read through the output only, since reads of the input are not ordered
+# after the write.
+LATENT_IN_PLACE = Template("""
+# LatentAttention that writes its new rows into the pool and then attends to cached rows alone.
+# kv_pool and pool are bound to one buffer.
+#   H weights w_uk [nope, rank], H weights w_uv [rank, v],
+#   slot_mapping [T, 2] int64 (block, offset) of each new row, mask [B, S, 1, M·block_size] float32;
+#   the rest as LatentAttention → o [T, H·v], pool [N, block_size, W]
+LatentAttentionInPlace
+    <num_heads, qk_head_dims, latent_dims, v_head_dim, scale, epsilon, rotary_interleaved>
+    (q, kv_a, kv_norm, $w_uk, $w_uv, cos, sin, turn, kv_pool, block_tables, mask, slot_mapping)
+    => (o, pool)
+{
+    heads = Constant <value_ints: ints = @num_heads> ()
+    qk_sizes = Constant <value_ints: ints = @qk_head_dims> ()
+    latent_sizes = Constant <value_ints: ints = @latent_dims> ()
+    width = ReduceSum <keepdims = 1> (latent_sizes)
+    copy = Constant <value_ints = [0]> ()
+    rest = Constant <value_ints = [-1]> ()
+    flat = Constant <value_ints = [0, -1]> ()
+    batch = Shape <start = 0, end = 1> (block_tables)
+    by_row = Concat <axis = 0> (batch, rest, copy)
+
+    # New rows [T, W]: the normed latent, then the key part that all heads share, rotated.
+    one_head = Constant <value_ints = [0, 1, -1]> ()
+    latent, k_rope = Split <axis = -1> (kv_a, latent_sizes)
+    latent_normed = deepseek.RMSNorm <epsilon: float = @epsilon> (latent, kv_norm)
+    k_head = Reshape (k_rope, one_head)
+    k_rotated = deepseek.Rotary (k_head, cos, sin, turn)
+    k_flat = Reshape (k_rotated, flat)
+    kv_rows = Concat <axis = -1> (latent_normed, k_flat)
+    pool = ScatterND (kv_pool, slot_mapping, kv_rows)
+
+    # Queries [B, S·H, W] in the latent space.
+    q_shape = Concat <axis = 0> (copy, heads, rest)
+    q_heads = Reshape (q, q_shape)
+    q_nope, q_rope = Split <axis = -1> (q_heads, qk_sizes)
+    q_nope_flat = Reshape (q_nope, flat)
+    q_latent_flat = deepseek.ByHead (q_nope_flat, $w_uk)
+    q_latent = Reshape (q_latent_flat, q_shape)
+    q_rotated = deepseek.Rotary (q_rope, cos, sin, turn)
+    q_rows = Concat <axis = -1> (q_latent, q_rotated)
+    query = Reshape (q_rows, by_row)
+
+    # Cached rows [B, M·block_size, W], in the order of the block table.
+    blocks = Gather <axis = 0> (pool, block_tables)
+    cached_shape = Concat <axis = 0> (copy, rest, width)
+    cached = Reshape (blocks, cached_shape)
+
+    # Scores [B, S·H, keys]; the mask is added in [B, S, H, keys].
+    scores = com.microsoft.FusedMatMul <transB = 1, alpha: float = @scale> (query, cached)
+    tokens = Shape <start = 1, end = 2> (mask)
+    keys = Shape <start = 3, end = 4> (mask)
+    split_heads = Concat <axis = 0> (copy, tokens, heads, rest)
+    join_heads = Concat <axis = 0> (copy, rest, keys)
+    scores_4d = Reshape (scores, split_heads)
+    masked = Add (scores_4d, mask)
+    softmax = Softmax <axis = -1> (masked)
+    weights = Reshape (softmax, join_heads)
+    sum = MatMul (weights, cached)
+    latent_sum, unused_rope = Split <axis = -1> (sum, latent_sizes)
+
+    # Back from the latent space: [T, H·rank] → [T, H·v].
+    query_tokens = Shape <start = 0, end = 1> (q)
+    by_token = Concat <axis = 0> (query_tokens, rest)
+    latent_flat = Reshape (latent_sum, by_token)
+    o = deepseek.ByHead (latent_flat, $w_uv)
+}
+""")
+
+# The products have a factor other than 1, and the values' is taken back by the sum: with a factor
+# of 1, MLAS sums a single row in another order than the same row among others, and with one head a
+# group and one token a row there is a single one.
+GROUPED_QUERY_IN_PLACE = """
+# GroupedQueryAttention that writes its new rows into the pools and then attends to cached rows
+# alone. k_pool and k_pool_out are bound to one buffer, v_pool and v_pool_out to another.
+#   slot_mapping [T, 2] int64 (block, offset) of each new row, mask [B, S, 1, M·block_size] float32;
+#   the rest as GroupedQueryAttention → o [T, H·d], k_pool_out, v_pool_out [N, block_size, G·d]
+GroupedQueryAttentionInPlace <num_heads, num_kv_heads, head_dim, scale, rotary_interleaved>
+    (q, k, v, cos, sin, turn, k_pool, v_pool, block_tables, mask, slot_mapping)
+    => (o, k_pool_out, v_pool_out)
+{
+    heads = Constant <value_ints: ints = @num_heads> ()
+    groups = Constant <value_ints: ints = @num_kv_heads> ()
+    dim = Constant <value_ints: ints = @head_dim> ()
+    copy = Constant <value_ints = [0]> ()
+    rest = Constant <value_ints = [-1]> ()
+    flat = Constant <value_ints = [0, -1]> ()
+    batch = Shape <start = 0, end = 1> (mask)
+    tokens = Shape <start = 1, end = 2> (mask)
+    keys = Shape <start = 3, end = 4> (mask)
+
+    # New rows [T, G·d].
+    k_shape = Concat <axis = 0> (copy, groups, dim)
+    k_heads = Reshape (k, k_shape)
+    k_rotated = deepseek.Rotary (k_heads, cos, sin, turn)
+    k_rows = Reshape (k_rotated, flat)
+    k_pool_out = ScatterND (k_pool, slot_mapping, k_rows)
+    v_pool_out = ScatterND (v_pool, slot_mapping, v)
+
+    # Queries [B, G, S·R, d].
+    q_shape = Concat <axis = 0> (copy, heads, dim)
+    q_heads = Reshape (q, q_shape)
+    q_rotated = deepseek.Rotary (q_heads, cos, sin, turn)
+    token_groups = Concat <axis = 0> (batch, tokens, groups, rest)
+    q_tokens = Reshape (q_rotated, token_groups)
+    q_groups = Transpose <perm = [0, 2, 1, 3]> (q_tokens)
+    group_rows = Concat <axis = 0> (batch, groups, rest, dim)
+    query = Reshape (q_groups, group_rows)
+
+    # Cached rows [B, G, M·block_size, d], in the order of the block table.
+    row_groups = Concat <axis = 0> (batch, rest, groups, dim)
+    k_blocks = Gather <axis = 0> (k_pool_out, block_tables)
+    k_cached = Reshape (k_blocks, row_groups)
+    k_groups = Transpose <perm = [0, 2, 1, 3]> (k_cached)
+    v_blocks = Gather <axis = 0> (v_pool_out, block_tables)
+    v_cached = Reshape (v_blocks, row_groups)
+    v_groups = Transpose <perm = [0, 2, 1, 3]> (v_cached)
+
+    # Scores [B, G, S·R, keys]; the mask is added in [B, G, S, R, keys].
+    scores = com.microsoft.FusedMatMul <transB = 1, alpha: float = @scale> (query, k_groups)
+    split_tokens = Concat <axis = 0> (batch, groups, tokens, rest, keys)
+    scores_5d = Reshape (scores, split_tokens)
+    one = Constant <value_ints = [1]> ()
+    mask_5d = Unsqueeze (mask, one)
+    masked = Add (scores_5d, mask_5d)
+    softmax = Softmax <axis = -1> (masked)
+    join_tokens = Concat <axis = 0> (batch, groups, rest, keys)
+    weights = Reshape (softmax, join_tokens)
+    half = com.microsoft.FusedMatMul <alpha = 0.5> (weights, v_groups)
+    sum = Add (half, half)
+
+    # [B, G, S·R, d] → [T, H·d].
+    sum_shape = Concat <axis = 0> (batch, groups, tokens, rest)
+    sum_groups = Reshape (sum, sum_shape)
+    sum_tokens = Transpose <perm = [0, 2, 1, 3]> (sum_groups)
+    width = Mul (heads, dim)
+    o_shape = Concat <axis = 0> (rest, width)
+    o = Reshape (sum_tokens, o_shape)
+}
+"""
+
+
+def attention_texts(num_heads: int) -> tuple[str, ...]:
+    """Return the functions of attention for a model with `num_heads` heads."""
+    return (MASK_IN_PLACE, _by_head(num_heads), _latent(num_heads), GROUPED_QUERY_IN_PLACE)
+
+
+def _names(prefix: str, count: int) -> str:
+    return ", ".join(f"{prefix}_{i}" for i in range(count))
+
+
+def _by_head(num_heads: int) -> str:
+    products = [f"result_{i} = MatMul (part_{i}, weight_{i})" for i in range(num_heads)]
+    return BY_HEAD.substitute(
+        num_heads=num_heads,
+        weights=_names("weight", num_heads),
+        parts=_names("part", num_heads),
+        products="\n    ".join(products),
+        results=_names("result", num_heads),
+    )
+
+
+def _latent(num_heads: int) -> str:
+    return LATENT_IN_PLACE.substitute(
+        w_uk=_names("w_uk", num_heads), w_uv=_names("w_uv", num_heads)
+    )
