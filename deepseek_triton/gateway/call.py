@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepseek_triton.gateway.errors import bad_request, not_supported
+from deepseek_triton.gateway.guide import guide_inputs
 from deepseek_triton.gateway.schema import (
     MAX_TOKENS,
     ChatRequest,
     CompletionRequest,
     Content,
-    JsonObjectFormat,
-    JsonSchemaFormat,
     Message,
-    NamedTool,
     SamplingFields,
     TokenizeRequest,
 )
@@ -60,7 +58,7 @@ def chat_calls(request: ChatRequest, model: ServedModel, origin: Origin) -> tupl
         parameters["clip_max_tokens"] = True
     inputs = {
         **_sampling(request, model),
-        **_guide(request),
+        **guide_inputs(request, model, prompt),
         "text_input": prompt,
         "max_tokens": limit or MAX_TOKENS,
     }
@@ -212,22 +210,3 @@ def _sampling(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
     if request.ignore_eos:
         inputs["end_id"] = -1
     return inputs
-
-
-def _guide(request: ChatRequest) -> dict[str, Any]:
-    """Return what binds the answer to a form."""
-    if isinstance(request.tool_choice, NamedTool) or request.tool_choice == "required":
-        raise not_supported("tool_choice", "only 'auto' and 'none'")
-    wanted = request.response_format
-    if isinstance(wanted, JsonObjectFormat):
-        return _json_guide({"type": "object"})
-    if isinstance(wanted, JsonSchemaFormat):
-        return _json_guide(wanted.json_schema.json_schema or {})
-    return {}
-
-
-def _json_guide(schema: dict[str, Any]) -> dict[str, str]:
-    return {
-        "guided_decoding_guide_type": "json_schema",
-        "guided_decoding_guide": json.dumps(schema),
-    }

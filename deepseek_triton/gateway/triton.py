@@ -112,10 +112,14 @@ class TritonServer:
             _one(_request(call)), stream_timeout=call.timeout_s + _DEADLINE_SLACK_S
         )
         ended = False
+        refusal = ""
         try:
+            # After an error, too, to the end of the stream: tritonserver 2.51 never lets go of an
+            # ensemble's request that is cancelled while it is being refused.
             async for result, error in responses:
                 if error is not None:
-                    raise ServerRefusal(error.message())
+                    refusal = error.message()
+                    continue
                 piece = _piece(result.get_response())
                 ended = ended or bool(piece.finish_reason)
                 yield piece
@@ -127,6 +131,8 @@ class TritonServer:
         finally:
             responses.cancel()
             self.in_flight -= 1
+        if refusal:
+            raise ServerRefusal(refusal)
         if not ended:
             raise ServerUnavailable(f"{self.url}: the stream ended without a finish reason")
 

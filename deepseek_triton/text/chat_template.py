@@ -82,6 +82,8 @@ class ChatTemplate:
         """Names that it reads, those of `render` and of its own options."""
         self.reasons = CLOSE in source
         """Whether the model it was written for reasons between <think> and </think>."""
+        self.fences_arguments = not self.takes_tools or "```json" in source
+        """Whether calls are in V3's form, rather than V3.1's."""
         self._arguments_as_objects = bool(re.search(r"arguments\s*\|\s*(tojson|items)", source))
 
     @classmethod

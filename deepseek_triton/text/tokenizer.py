@@ -126,6 +126,11 @@ class Tokenizer:
         """
         return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a vocabulary entry or added token by its exact text."""
+        found: int | None = self._library.token_to_id(token)
+        return found
+
     def _special_id(self, config: Mapping[str, Any], key: str) -> int | None:
         token = config.get(key)
         if isinstance(token, dict):
