@@ -51,6 +51,7 @@ class Case:
         self.device.upload(self.device_places, self.places)
 
     def write(self) -> None:
+        """Put the write of the rows into the stream."""
         self.device.write_rows(
             self.pool_table,
             self.row_table,
@@ -61,6 +62,7 @@ class Case:
         )
 
     def right(self) -> bool:
+        """Whether every pool is as NumPy has it."""
         found = self.device.pinned(self.pools.shape[1:], np.uint8)
         for place, pool in zip(self.pool_places, self.pools, strict=True):
             self.device.download(found, place)
