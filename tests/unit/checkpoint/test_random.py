@@ -203,7 +203,7 @@ def test_the_command_fails_in_one_line(
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("arch", PRESETS)
+@pytest.mark.parametrize("arch", sorted({*PRESETS} - {"moe"}))  # which transformers lacks
 def test_transformers_loads_it_and_writes_what_we_read(tmp_path: Path, arch: str) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -28,10 +28,18 @@ PROMPTS = [np.random.default_rng(i).integers(3, 4000, n) for i, n in enumerate((
 TABLES = [[3], [11, 0, 7], [2, 9]]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
+CONFIGS = {
+    "latent": preset_config("v2"),
+    "two_groups": preset_config("qwen2"),
+    "one_head_a_group": preset_config("coder"),
+    "one_group": preset_config("llama") | {"num_key_value_heads": 1, "head_dim": 128},
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
     folder = tmp_path_factory.mktemp("engine")
-    write_random_checkpoint(folder / "checkpoint", preset_config("v2"))
+    write_random_checkpoint(folder / "checkpoint", CONFIGS[request.param])
     build_engine(folder / "checkpoint", folder / "engine")
     return load_engine_dir(folder / "engine")
 
