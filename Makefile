@@ -18,10 +18,11 @@ HOST := 127.0.0.1
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+GATEWAY_PORT ?= 8080
 # Recipes read what the user gave from the environment, where no quote or space can break them.
-export OUT CHECKPOINT ENGINE PRECISION TARGET DRAFT METHOD GROUP SYMMETRIC CALIBRATION TEXT REFERENCE ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT
+export OUT CHECKPOINT ENGINE PRECISION TARGET DRAFT METHOD GROUP SYMMETRIC CALIBRATION TEXT REFERENCE ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT GATEWAY_PORT TRITON API_KEYS
 
-.PHONY: help setup setup-test demo checkpoint engine quantize evaluate serve check test perf-smoke clean
+.PHONY: help setup setup-test demo checkpoint engine quantize evaluate serve gateway up check test perf-smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +66,15 @@ evaluate: setup ## ENGINE=dir [TEXT=file, folder or wheel] [REFERENCE=engine dir
 serve: setup ## ENGINE=dir or CHECKPOINT=dir [HOST=127.0.0.1] [HTTP_PORT=8000] [GRPC_PORT=8001] [METRICS_PORT=8002]: serve in the foreground
 	@exec $(BIN)/python -m deepseek_triton.server --engine "$$ENGINE" --checkpoint "$$CHECKPOINT" \
 		--http-port "$$HTTP_PORT" --grpc-port "$$GRPC_PORT" --metrics-port "$$METRICS_PORT" --host "$$HOST"
+
+gateway: setup ## ENGINE=dir [TRITON=host:port,…] [GATEWAY_PORT=8080] [API_KEYS=file]: OpenAI's HTTP API in front of running servers
+	@exec $(BIN)/python -m deepseek_triton.gateway --engine "$$ENGINE" --triton "$${TRITON:-127.0.0.1:$$GRPC_PORT}" \
+		--gateway-host "$$HOST" --gateway-port "$$GATEWAY_PORT" --api-keys "$$API_KEYS"
+
+up: setup ## ENGINE=dir or CHECKPOINT=dir [as serve and gateway]: server and gateway in one
+	@exec $(BIN)/python -m deepseek_triton.server --gateway --engine "$$ENGINE" --checkpoint "$$CHECKPOINT" \
+		--http-port "$$HTTP_PORT" --grpc-port "$$GRPC_PORT" --metrics-port "$$METRICS_PORT" \
+		--gateway-host "$$HOST" --gateway-port "$$GATEWAY_PORT" --api-keys "$$API_KEYS"
 
 check: setup-test ## lint, types and unit tests
 	@$(BIN)/ruff format --check .

@@ -21,7 +21,7 @@ from deepseek_triton.log import configure_logging
 logger = logging.getLogger("deepseek_triton.gateway")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the gateway's options but for engine and servers; an empty one counts as absent."""
     defaults = GatewayOptions(Path())
     add = parser.add_argument
@@ -60,11 +60,15 @@ def options_from(
     )
 
 
-def make_server(options: GatewayOptions) -> uvicorn.Server:
-    """Return the HTTP server, not yet running. Raises a DeepseekTritonError for bad files."""
-    model = ServedModel.load(
+def load_model(options: GatewayOptions) -> ServedModel:
+    """Read the engine directory as `options` say; raises a DeepseekTritonError."""
+    return ServedModel.load(
         options.engine_dir, name=options.model_name, chat_template=options.chat_template
     )
+
+
+def make_server(options: GatewayOptions, model: ServedModel) -> uvicorn.Server:
+    """Return the HTTP server, not yet running. Raises ConfigError for a bad key file."""
     config = uvicorn.Config(
         create_app(options, model),
         host=options.host,
@@ -102,7 +106,7 @@ def main(arguments: list[str]) -> int:
     configure_logging()
     try:
         options = options_from(parsed, Path(parsed.engine), parsed.triton.split(","))
-        server = make_server(options)
+        server = make_server(options, load_model(options))
         logger.info("listening on http://%s:%d/v1", options.host, options.port)
         server.run()
     except KeyboardInterrupt:

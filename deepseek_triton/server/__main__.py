@@ -12,8 +12,10 @@ from types import FrameType
 from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.build.manifest import MANIFEST_NAME
 from deepseek_triton.errors import ConfigError, DeepseekTritonError
+from deepseek_triton.gateway.__main__ import add_arguments as add_gateway_arguments
 from deepseek_triton.log import configure_logging
 from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
+from deepseek_triton.server.gateway import Gateway
 from deepseek_triton.server.launcher import running_server
 from deepseek_triton.server.options import ServerOptions, default_model_repository
 
@@ -44,6 +46,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="for the models to load (default: %(default)g)")  # fmt: skip
     add("--exit-timeout", type=int, default=defaults.exit_timeout_s, metavar="SECONDS",
         help="for requests in flight when stopped (default: %(default)s)")  # fmt: skip
+    add("--gateway", action="store_true", help="serve OpenAI's HTTP API too")
+    add_gateway_arguments(parser.add_argument_group("with --gateway"))
     own, extra = _split(arguments)
     parsed = parser.parse_args(own)
     parsed.extra_args = extra
@@ -66,12 +70,16 @@ def serve(parsed: argparse.Namespace) -> None:
         exit_timeout_s=parsed.exit_timeout,
         extra_args=tuple(parsed.extra_args),
     )
+    gateway = Gateway.prepare(parsed, options.engine_dir) if parsed.gateway else None
     with running_server(options) as server:
         logger.info(
             "ready: serving %s; HTTP %s, gRPC %s, metrics %s; Ctrl-C stops it",
             options.engine_dir, server.http_url, server.grpc_url, server.metrics_url,
         )  # fmt: skip
-        server.wait()
+        if gateway is not None:
+            gateway.run_beside(server)
+        else:
+            server.wait()
 
 
 def main(arguments: list[str]) -> int:
