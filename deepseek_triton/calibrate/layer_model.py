@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from deepseek_triton.checkpoint.names import EMBEDDING
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.export.attention import pool_inputs
 from deepseek_triton.export.decoder import decoder_layer, step_values
 from deepseek_triton.export.graph import GraphBuilder
 from deepseek_triton.export.modules import ModuleWriter
@@ -46,10 +47,7 @@ class LayerModel:
         modules = ModuleWriter(graph, spec, reader)
         hidden = graph.input("hidden", onnx.TensorProto.FLOAT, ("T", spec.hidden_size))
         step = step_values(graph, spec, _BLOCK_SIZE)
-        width = spec.attention.pool_width
-        pools = [f"{pool}_pool.{layer}" for pool in spec.attention.pools]
-        for pool in pools:
-            graph.input(pool, onnx.TensorProto.FLOAT, ("num_blocks", _BLOCK_SIZE, width))
+        pool_inputs(graph, spec, layer, _BLOCK_SIZE)
         output = decoder_layer(modules, layer, hidden, step)
         model = graph.model("layer", "")
         made = {name for node in model.graph.node for name in node.output}
@@ -59,7 +57,8 @@ class LayerModel:
             self._parts = [f"layers.{layer}.attention_residual", *({shared} & made)]
         self._outputs = list(dict.fromkeys((*self._parts, *values)))
         self._values = tuple(values)
-        self._pools = {pool: np.zeros((1, _BLOCK_SIZE, width), np.float32) for pool in pools}
+        empty = np.zeros((1, _BLOCK_SIZE, spec.attention.pool_width), np.float32)
+        self._pools = {f"{pool}_pool.{layer}": empty for pool in spec.attention.pools}
         _keep_only(model.graph, self._outputs)
         self._session = _open(model, graph.weights)
 

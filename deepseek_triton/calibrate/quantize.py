@@ -33,6 +33,7 @@ from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import BuildError, ConfigError
 from deepseek_triton.quantize.awq_search import Scheme
+from deepseek_triton.quantize.checkpoint import open_checkpoint
 from deepseek_triton.quantize.pack import packed_tensors, quantization_config
 from deepseek_triton.text.documents import token_stream
 from deepseek_triton.text.tokenizer import Tokenizer
@@ -44,7 +45,7 @@ GROUP_SIZES = (32, 64, 128)
 _CONFIG_FILE = "config.json"
 REPORT_FILE = "quantization_report.json"
 _REST = "rest"  # the part with embedding, final norm, output layer, multi-token prediction
-_SMALL = re.compile(r"(norm|\.mlp\.gate)\.weight$")
+_ROUTER = ".mlp.gate.weight"
 _RECIPE = 1  # raise it when the same settings give other weights
 
 
@@ -74,7 +75,8 @@ def quantize_checkpoint(
 ) -> dict[str, Any]:
     """Write the checkpoint at `checkpoint_dir` to the new folder `out` with INT4 linear layers.
 
-    `documents` are the calibration text; round-to-nearest reads none of it. Returns the report,
+    FP8 checkpoints are read as what they stand for. `documents` are the calibration text;
+    round-to-nearest reads none of it. Returns the report,
     which is in the folder too. Interrupted, the run leaves `<out>.partial`, from which the same
     call goes on. The same arguments give the same bytes on one machine.
 
@@ -83,10 +85,10 @@ def quantize_checkpoint(
     cannot be written.
     """
     config = read_json_object(checkpoint_dir / _CONFIG_FILE)
-    if "quantization_config" in config:
-        raise ConfigError(f"{checkpoint_dir}: quantised already; give the original checkpoint")
     spec = read_model_spec(checkpoint_dir)
-    reader = CheckpointReader(checkpoint_dir)
+    reader = open_checkpoint(checkpoint_dir, spec)
+    if reader.int4_group_size() is not None:
+        raise ConfigError(f"{checkpoint_dir}: INT4 already; give the original checkpoint")
     validate_checkpoint(reader, spec)
     windows = np.zeros((0, options.window), np.int32)
     if options.method == "awq":
@@ -103,11 +105,12 @@ def quantize_checkpoint(
         job.run(windows)
         report = _report(job, settings, windows)
         ignore = [*job.ignored(), *report["left_in_floating_point"]]
+        config.pop("compression_config", None)
         config["quantization_config"] = quantization_config(
             options.group_size, symmetric=options.symmetric, ignore=ignore
         )
-        write_whole(workspace.folder / _CONFIG_FILE, json.dumps(config, indent=1))
-        write_whole(workspace.folder / REPORT_FILE, json.dumps(report, indent=1))
+        write_whole(workspace.folder / _CONFIG_FILE, json.dumps(config, indent=1) + "\n")
+        write_whole(workspace.folder / REPORT_FILE, json.dumps(report, indent=1) + "\n")
         for name in TOKENIZER_FILES:
             if (checkpoint_dir / name).is_file():
                 shutil.copyfile(checkpoint_dir / name, workspace.folder / name)
@@ -156,7 +159,7 @@ class _Job:
             shards = self._shards(_REST)
             for layer in (-1, *self._beyond):
                 for name in self._by_layer.get(layer, []):
-                    shards.add(name, self._reader.read(name))
+                    self._keep(shards, name, Folding())
             self._finish(_REST, shards, [])
 
     def records(self) -> list[dict[str, Any]]:
@@ -190,7 +193,7 @@ class _Job:
             written.add(f"{module}.weight")
         for name in self._by_layer[layer]:
             if name not in written:
-                shards.add(name, _folded(name, self._reader.read(name), quantizer.folding))
+                self._keep(shards, name, quantizer.folding)
         self._finish(_part(layer), shards, linears)
         self._workspace.hidden(layer).unlink(missing_ok=True)
 
@@ -199,6 +202,19 @@ class _Job:
         for row, window in zip(hidden, windows, strict=True):
             row[:] = embed(self._spec, self._reader, window)
 
+    def _keep(self, shards: ShardWriter, name: str, folding: Folding) -> None:
+        """Write a tensor that stays in floating point, with its scales.
+
+        Matrices are kept in the checkpoint's type, but for routers, which are small and choose.
+        """
+        array = self._reader.read(name)
+        if folding.changes(name):
+            array = folding.apply(name, array)
+        narrow = self._scheme.scale_dtype
+        if array.dtype == np.float32 and array.ndim == 2 and not name.endswith(_ROUTER):
+            array = array.astype(narrow)
+        shards.add(name, array)
+
     def _finish(self, part: str, shards: ShardWriter, linears: list[dict[str, Any]]) -> None:
         shards.flush()
         record = {"weight_map": shards.weight_map, "bytes": shards.total_bytes, "linears": linears}
@@ -206,17 +222,6 @@ class _Job:
 
     def _shards(self, part: str) -> ShardWriter:
         return ShardWriter(self._workspace.folder, part, self._reader.release)
-
-
-def _folded(name: str, array: NDArray[Any], folding: Folding) -> NDArray[Any]:
-    """Return a tensor that stays in floating point, with its scales.
-
-    Norms and routers, which are small, are kept in float32 then: others in the checkpoint's type.
-    """
-    if not folding.changes(name):
-        return array
-    folded = folding.apply(name, array)
-    return folded if _SMALL.search(name) else folded.astype(array.dtype)
 
 
 def _part(layer: int) -> str:

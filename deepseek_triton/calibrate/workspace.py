@@ -36,7 +36,7 @@ class Workspace:
         if self.out.exists() or self.out.is_symlink():
             raise ConfigError(f"OUT: {out} exists already; remove it or choose another folder")
         try:
-            self._begin(json.dumps(settings, indent=1, sort_keys=True))
+            self._begin(json.dumps(settings, indent=1, sort_keys=True) + "\n")
         except OSError as error:
             raise BuildError(f"{self.folder} cannot be written: {error.strerror}") from error
 
@@ -50,7 +50,7 @@ class Workspace:
 
     def finish(self, part: str, record: dict[str, Any]) -> None:
         """Record that all files of a part are on disk."""
-        write_whole(self.folder / _RECORDS / f"{part}.json", json.dumps(record, indent=1))
+        write_whole(self.folder / _RECORDS / f"{part}.json", json.dumps(record, indent=1) + "\n")
 
     def hidden(self, layer: int) -> Path:
         """Return the file of the hidden states [n, S, D] float32 that a layer reads."""
@@ -59,7 +59,7 @@ class Workspace:
     def publish(self, weight_map: dict[str, str], total_bytes: int) -> None:
         """Write the index of the weight files and make the folder the checkpoint."""
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        write_whole(self.folder / INDEX_FILE, json.dumps(index, indent=1))
+        write_whole(self.folder / INDEX_FILE, json.dumps(index, indent=1) + "\n")
         shutil.rmtree(self.folder / _RECORDS)
         (self.folder / _SETTINGS).unlink()
         self.folder.rename(self.out)
@@ -112,7 +112,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a small file that is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepseek_triton.build.pipeline import build_engine
+from deepseek_triton.calibrate import quantize as module
+from deepseek_triton.calibrate.layer_model import embed
+from deepseek_triton.calibrate.layer_quantizer import LayerQuantizer
+from deepseek_triton.calibrate.quantize import QuantizeOptions, quantize_checkpoint
+from deepseek_triton.checkpoint.config import read_model_spec
+from deepseek_triton.checkpoint.presets import preset_config
+from deepseek_triton.checkpoint.random import write_random_checkpoint
+from deepseek_triton.checkpoint.reader import CheckpointReader
+from deepseek_triton.errors import ConfigError
+from deepseek_triton.quantize.awq_search import Scheme
+from deepseek_triton.request import RequestKey
+from deepseek_triton.runner.base import StepRow
+from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
+from tests.unit.calibrate.reading import raw_tensors, weight_of
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+TEXT = ["def f(x):\n    return x + 1\n" * 40, "A text that is something else. " * 30]
+OPTIONS = QuantizeOptions(group_size=32, num_windows=4, window=48)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantize") / "checkpoint"
+    return write_random_checkpoint(folder, preset_config("v3"), dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def quantized(checkpoint: Path) -> Path:
+    out = checkpoint.with_name("awq")
+    quantize_checkpoint(checkpoint, out, OPTIONS, TEXT)
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_layers_run_as_the_engine_does(checkpoint: Path, tmp_path: Path) -> None:
+    spec, reader = read_model_spec(checkpoint), CheckpointReader(checkpoint)
+    ids = np.random.default_rng(0).integers(3, 4000, 30).astype(np.int32)
+    hidden = embed(spec, reader, ids[None, :-1])
+    for layer in range(spec.num_layers):
+        quantizer = LayerQuantizer(spec, reader, layer, Scheme(32, False, np.dtype(np.float32)))
+        outputs = np.zeros_like(hidden)
+        quantizer.calibrate(hidden, outputs)
+        hidden = outputs
+    norm = np.asarray(reader.read("model.norm.weight"), np.float64)
+    last = hidden[0].astype(np.float64)
+    normed = last / np.sqrt((last**2).mean(axis=-1, keepdims=True) + spec.rms_norm_eps) * norm
+    logits = normed @ np.asarray(reader.read("lm_head.weight"), np.float64).T
+    expected = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    build_engine(checkpoint, tmp_path / "engine")
+    runner = OnnxRuntimeRunner.load(tmp_path / "engine", num_blocks=4, num_threads=1)
+    row = StepRow(RequestKey("r"), ids[:-1], 0, np.arange(2, dtype=np.int32), None)
+    scores = runner.score((row,))[0].log_probs[:-1]
+    np.testing.assert_allclose(scores, expected[np.arange(28), ids[1:-1]], atol=2e-5)
+
+
+def test_the_output_is_a_checkpoint_of_compressed_tensors(
+    checkpoint: Path, quantized: Path
+) -> None:
+    config = json.loads((quantized / "config.json").read_text())
+    original = json.loads((checkpoint / "config.json").read_text())
+    scheme = config.pop("quantization_config")
+    assert config == original
+    assert scheme["quant_method"] == "compressed-tensors"
+    before, after = raw_tensors(checkpoint), raw_tensors(quantized)
+    index = json.loads((quantized / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(after)
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        np.testing.assert_array_equal(after[name], before[name])
+    packed = {name.removesuffix("_packed") for name in after if name.endswith("_packed")}
+    assert packed == {n for n in before if n not in after}
+    assert len(packed) == 4 * (4 + 3) + 3 * 16 * 3 - 3 * (16 + 1)  # down of 48 channels are left
+    for name in packed:
+        weight = before[name].astype(np.float32)
+        assert after[f"{name}_shape"].tolist() == list(weight.shape)
+        assert after[f"{name}_scale"].dtype == before[name].dtype
+    assert (quantized / "tokenizer.json").read_bytes() == (
+        checkpoint / "tokenizer.json"
+    ).read_bytes()
+    assert not (quantized / "records").exists()
+
+
+def test_the_report_tells_what_became_of_each_layer(checkpoint: Path, quantized: Path) -> None:
+    report = json.loads((quantized / "quantization_report.json").read_text())
+    linears = {linear["name"]: linear for linear in report["linears"]}
+    assert len(linears) == 4 * 7 + 3 * 16 * 3 - 3 * 17
+    assert all(name.endswith("down_proj") for name in report["left_in_floating_point"])
+    assert len(report["left_in_floating_point"]) == 3 * 17
+    assert report["calibration"]["tokens"] == 4 * 48
+    o_proj = linears["model.layers.2.self_attn.o_proj"]
+    assert o_proj["tokens"] == 192
+    assert 0 < o_proj["error"] < o_proj["rtn_error"] < 0.02
+    seen = [linear for linear in linears.values() if linear["tokens"]]
+    better = [linear["error"] < linear["rtn_error"] for linear in seen]
+    assert np.mean(better) > 0.95
+    assert report["bytes_after"] < report["bytes_before"]
+
+
+def test_experts_that_saw_no_token_are_rounded_and_reported(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    few = QuantizeOptions(group_size=32, num_windows=1, window=2)
+    report = quantize_checkpoint(checkpoint, tmp_path / "out", few, TEXT)
+    unseen = report["without_tokens"]
+    # Two tokens reach eight experts at most, of sixteen in each of three layers.
+    assert len(unseen) >= 3 * 8 * 2
+    assert all(".experts." in name for name in unseen)
+    spec = read_model_spec(checkpoint)
+    name = next(n for n in unseen if n.endswith("gate_proj"))
+    # The norm before it took a scale; the rounded weight took the inverse, so divide it out.
+    layer = int(name.split(".")[2])
+    norm = f"model.layers.{layer}.post_attention_layernorm.weight"
+    before, after = raw_tensors(checkpoint), raw_tensors(tmp_path / "out")
+    scale = before[norm].astype(np.float32) / after[norm]
+    found = weight_of(after, name, 32) / scale
+    exact = before[f"{name}.weight"].astype(np.float32)
+    assert found.shape == (spec.moe.expert_intermediate_size, spec.hidden_size)  # type: ignore[union-attr]
+    assert ((found - exact) ** 2).sum() < 0.03 * (exact**2).sum()
+
+
+def test_round_to_nearest_reads_no_text_and_changes_nothing_else(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    options = QuantizeOptions("rtn", 32, symmetric=True)
+    report = quantize_checkpoint(checkpoint, tmp_path / "out", options, iter(()))
+    assert report["without_tokens"] == []
+    before, after = raw_tensors(checkpoint), raw_tensors(tmp_path / "out")
+    for name, array in before.items():
+        if name in after:
+            np.testing.assert_array_equal(after[name], array)
+    name = "model.layers.1.self_attn.q_b_proj"
+    assert f"{name}.weight_zero_point" not in after
+    exact = before[f"{name}.weight"].astype(np.float32)
+    step = np.repeat(after[f"{name}.weight_scale"].astype(np.float32), 32, axis=1)
+    assert (np.abs(weight_of(after, name, 32) - exact) <= 0.55 * step).mean() > 0.95
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    checkpoint: Path, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    calibrate, linears = LayerQuantizer.calibrate, LayerQuantizer.linears
+
+    def counted(self: LayerQuantizer, *arguments: Any) -> None:
+        calls.append(self._layer)
+        calibrate(self, *arguments)
+
+    def interrupted(self: LayerQuantizer) -> Any:
+        for index, linear in enumerate(linears(self)):
+            if self._layer == 2 and index == 5:
+                raise KeyboardInterrupt
+            yield linear
+
+    monkeypatch.setattr(LayerQuantizer, "calibrate", counted)
+    monkeypatch.setattr(LayerQuantizer, "linears", interrupted)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(checkpoint, out, OPTIONS, TEXT)
+    assert not out.exists()
+    monkeypatch.setattr(LayerQuantizer, "linears", linears)
+    # What a power cut could leave of a layer that is not finished.
+    (tmp_path / "out.partial" / "model-layer-002-1.safetensors").write_bytes(b"half")
+    calls.clear()
+    quantize_checkpoint(checkpoint, out, OPTIONS, TEXT)
+    assert calls == [2, 3]
+    assert contents(out) == contents(quantized)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_other_settings_begin_anew(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.Workspace, "publish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(checkpoint, out, QuantizeOptions("rtn", 32), TEXT)
+    other = QuantizeOptions("rtn", 64)
+    quantize_checkpoint(checkpoint, out, other, TEXT)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64
+
+
+def test_what_cannot_be_done_is_refused_before_anything_is_written(
+    checkpoint: Path, quantized: Path, tmp_path: Path
+) -> None:
+    def refused(message: str, source: Path = checkpoint, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=message):
+            quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(**options), ["short"])
+
+    refused("METHOD: 'gptq' is not one of awq, rtn", method="gptq")
+    refused("GROUP: 48 is not one of", group_size=48)
+    refused("the calibration text has .* tokens, 32768 are needed")
+    refused("window length: 5000 is more than the model's context", window=5000)
+    refused("INT4 already", source=quantized)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ConfigError, match="OUT: .* exists already"):
+        quantize_checkpoint(checkpoint, quantized, QuantizeOptions("rtn", 32), TEXT)
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "precious").write_text("")
+    with pytest.raises(ConfigError, match="not of an interrupted run"):
+        quantize_checkpoint(checkpoint, tmp_path / "out", QuantizeOptions("rtn", 32), TEXT)
+
+
+def test_search_beats_rounding_on_a_model_that_has_learned_something() -> None:
+    spec, reader = read_model_spec(DEMO), CheckpointReader(DEMO)
+    ids = np.random.default_rng(0).integers(3, 4000, (4, 256)).astype(np.int32)
+    hidden = embed(spec, reader, ids)
+    quantizer = LayerQuantizer(spec, reader, 0, Scheme(128, False, np.dtype(np.float32)))
+    quantizer.calibrate(hidden, np.zeros_like(hidden))
+    for linear in quantizer.linears():
+        assert linear.report.error < 0.9 * linear.report.rtn_error, linear.report.name
