@@ -20,8 +20,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 
 _TYPE = "function"  # the first word of a call in V3's form
 _FENCED = re.compile(r"\s*(?P<name>[^\n]*)\n\s*(?:```(?:json)?[ \t]*\n|(?=[^`\s]))")
-_FENCE_END = re.compile(r"\s*(?:```)?\s*\Z")
-_MAY_END = re.compile(r"[\s`]*\Z")
+_MAY_END = re.compile(r"[\s`]*\Z")  # a closing fence or its beginning; no JSON ends so
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ class ToolCallParser:
         content: list[str] = []
         deltas: list[ToolCallDelta] = []
         rest = self._scanner.flush()
-        if rest:
+        cut_tag = self._state is _State.BODY and CALL_END.startswith(rest)
+        if rest and not cut_tag:
             self._take_text(rest, deltas, content)
         if self._state in (_State.HEAD, _State.BODY):
             self._end_call(deltas, content)
@@ -139,7 +139,7 @@ class ToolCallParser:
 
     def _pass_arguments(self, deltas: list[ToolCallDelta], *, final: bool) -> None:
         """Pass on the body but for what may be its closing fence and white space."""
-        match = (_FENCE_END if final else _MAY_END).search(self._body)
+        match = _MAY_END.search(self._body)
         end = len(self._body) if match is None else match.start()
         arguments = self._body[:end]
         self._body = "" if final else self._body[end:]
