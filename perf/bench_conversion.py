@@ -4,7 +4,7 @@ Both write to the same disk and flush it. The checkpoint is float16 and so is th
 cuda, whose engine is the portable model itself), so that every byte is read, written and hashed;
 a bfloat16 checkpoint is converted as well. Memory is the peak of RssAnon, as in bench_build.py.
 
-    python perf/bench_conversion.py        # writes perf/results/conversion.json; needs 30 GB of disk
+    python perf/bench_conversion.py        # writes perf/results/conversion.json; takes 30 GB
 """
 
 from __future__ import annotations
