@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from record import save_result
 
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.kernels.launch import launches_in_turn
 from deepseek_triton.runner.cuda_model import CudaModel
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 from measure import (
     device_time,
     kernel_table,
-    launches_in_turn,
     make_model,
     make_runner,
     print_kernels,
@@ -139,17 +138,12 @@ def int4() -> dict[str, Any]:
 
 
 def graphs() -> dict[str, Any]:
-    """The same decode steps call by call, in graphs, and with launches that overlap."""
+    """The same decode steps call by call and in graphs."""
     spec = make_spec(V2_LITE)
     model = make_model(spec, "bf16")
     measured: dict[str, Any] = {}
-    for name, use_graphs, in_turn in (
-        ("call by call", False, False),
-        ("graph, launches in turn", True, True),
-        ("graph", True, False),
-    ):
-        with launches_in_turn() if in_turn else nullcontext():
-            runner = make_runner(model, spec, use_graphs=use_graphs)
+    for name, use_graphs in (("call by call", False), ("graph", True)):
+        runner = make_runner(model, spec, use_graphs=use_graphs)
         for batch in BATCHES:
             step = rows(batch, 1, CONTEXT, spec.vocab_size)
             result = time_steps(lambda r=runner, s=step: r.run(s), 60)

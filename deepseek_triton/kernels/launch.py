@@ -9,6 +9,8 @@ Programming Guide, section Programmatic Dependent Launch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,11 +18,30 @@ import triton
 import triton.language as tl
 
 _FIRST_CAPABILITY = (9, 0)  # Hopper
+_in_turn = False
+
+
+@contextmanager
+def launches_in_turn(enabled: bool = True) -> Iterator[None]:
+    """Inside, a kernel starts when its predecessor has ended. Not thread-safe.
+
+    Overlap pays where kernels are short; large ones it robs of room on the multiprocessors.
+    """
+    global _in_turn
+    before, _in_turn = _in_turn, enabled
+    try:
+        yield
+    finally:
+        _in_turn = before
 
 
 def dependent_launch(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the launch arguments, on `tensor`'s device, of a kernel that follows the rule."""
-    if tensor.is_cuda and _capability(tensor.device.index or 0) >= _FIRST_CAPABILITY:
+    if (
+        tensor.is_cuda
+        and not _in_turn
+        and _capability(tensor.device.index or 0) >= _FIRST_CAPABILITY
+    ):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

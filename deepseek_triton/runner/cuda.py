@@ -16,7 +16,7 @@ differ in the last bits, since kernels split their sums by the shape of the batc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -142,32 +142,35 @@ class CudaRunner:
 
     def run(self, rows: tuple[StepRow, ...]) -> StepResult:
         """See ModelRunner.run."""
-        token_ids = np.full(len(rows), -1, np.int32)
-        log_probs = np.full(len(rows), np.nan, np.float32)
-        parts = []
+        parts: list[tuple[list[int], Tensor]] = []
         tops: dict[int, TopLogProbs] = {}
         with torch.inference_mode():
             for indices, logits, packed in self._compute(rows):
                 own = [rows[i] for i in indices]
-                parts.append((indices, self._sample(own, logits, packed)))
+                chosen = self._sample(own, logits, packed)[:, : len(own)]
+                parts.append((indices, chosen.to("cpu", non_blocking=True)))
                 tops.update(zip(indices, likeliest(logits, own), strict=False))
-        for indices, packed in parts:
-            chosen, their_log_probs = unpack(packed)
-            for k, index in enumerate(indices):
-                sampling = rows[index].sampling
-                if sampling is None:
-                    continue
-                token_ids[index] = chosen[k]
-                if sampling.params.return_log_probs and chosen[k] >= 0:
-                    log_probs[index] = min(0.0, their_log_probs[k])
+        asked = np.array([row.sampling is not None for row in rows])
+        scored = np.array(
+            [row.sampling is not None and row.sampling.params.return_log_probs for row in rows]
+        )
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        token_ids = np.full(len(rows), -1, np.int32)
+        log_probs = np.full(len(rows), np.nan, np.float32)
+        for indices, chosen in parts:
+            token_ids[indices], log_probs[indices] = unpack(chosen)
+        token_ids[~asked] = -1
+        log_probs = np.where(scored & (token_ids >= 0), np.minimum(log_probs, 0), np.float32("nan"))
         found = tuple(tops.get(i, ()) for i in range(len(rows))) if tops else ()
         return StepResult(token_ids, log_probs, top_log_probs=found)
 
     def forward(self, rows: Sequence[StepRow]) -> NDArray[np.float32]:
         """Run the model; return logits [n, V] of the last token of each row. Mutates the pools."""
         result = np.empty((len(rows), self._vocab_size), np.float32)
-        for indices, logits, _ in self._compute(rows):
-            result[indices] = logits.float().cpu().numpy()
+        with torch.inference_mode():
+            for indices, logits, _ in self._compute(rows):
+                result[indices] = logits.float().cpu().numpy()
         return result
 
     def close(self) -> None:
@@ -176,22 +179,23 @@ class CudaRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _compute(self, rows: Sequence[StepRow]) -> list[tuple[list[int], Tensor, Tensor]]:
-        """Return parts of the step: row indices [n], logits [n, V], greedy choice [2, ≥ n]."""
+    def _compute(self, rows: Sequence[StepRow]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Yield parts of the step: row indices [n], logits [n, V], greedy choice [2, ≥ n].
+
+        What a part holds must be read, in stream order, before the next part runs.
+        """
         if self._decoder is None:
             raise RuntimeError("the runner is closed")
         decodes = [i for i, row in enumerate(rows) if len(row.token_ids) == 1]
-        prefills = [i for i, row in enumerate(rows) if len(row.token_ids) > 1]
-        parts: list[tuple[list[int], Tensor, Tensor]] = []
         if decodes:
-            parts.append((decodes, *self._decoder.run([rows[i] for i in decodes])))
+            yield decodes, *self._decoder.run([rows[i] for i in decodes])
+        prefills = [i for i, row in enumerate(rows) if len(row.token_ids) > 1]
         if prefills:
             others = [rows[i] for i in prefills]
             if self._prompts is not None and self._prompts.hold(others):
-                parts.append((prefills, *self._prompts.run(others)))
+                yield prefills, *self._prompts.run(others)
             else:
-                parts.append((prefills, *self._infer(self._ragged_step(others))))
-        return parts
+                yield prefills, *self._infer(self._ragged_step(others))
 
     def _infer(self, step: Step) -> tuple[Tensor, Tensor]:
         """Return logits [R, V] and the greedy choice of each row."""

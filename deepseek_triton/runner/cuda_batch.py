@@ -23,10 +23,7 @@ class DecodeArrays:
         header = buffer[: 4 * batch].reshape(4, batch)
         self.token_ids, self.positions, self.slots, self.context_lens = header
         self.block_tables = buffer[4 * batch :].reshape(batch, blocks)
-        self.clear()
-
-    def clear(self) -> None:
-        """Make every row padding."""
+        self._tables: list[Ints | None] = [None] * batch  # what each row was copied from
         self.token_ids[:], self.positions[:], self.slots[:] = 0, -1, -1
         self.context_lens[:], self.block_tables[:] = 0, 0
 
@@ -39,8 +36,10 @@ class DecodeArrays:
         self.token_ids[:count] = [row.token_ids[0] for row in rows]
         positions = np.array([row.context_len for row in rows], np.int32)
         for i, row in enumerate(rows):
-            used = positions[i] // block_size + 1
-            self.block_tables[i, :used] = row.block_table[:used]
+            if row.block_table is not self._tables[i]:  # the same object until it changes
+                table = row.block_table[: self.block_tables.shape[1]]
+                self.block_tables[i, : len(table)] = table
+                self._tables[i] = row.block_table
         blocks = self.block_tables[np.arange(count), positions // block_size]
         self.positions[:count] = positions
         self.slots[:count] = blocks * block_size + positions % block_size

@@ -4,7 +4,8 @@ A graph replays hundreds of kernels for the cost of one launch, but with fixed a
 So each bucket has buffers of its own, a step is padded to its bucket with tokens that write and
 read nothing, and what attention must know of a row's length it reads on the device. The context
 bucket only fixes how wide the block table is, by which attention chooses how many ways to split the
-keys. All graphs are captured when the engine starts and share one memory pool; none is made later.
+keys. All graphs are captured when the engine starts; none is made later. They share one memory
+pool: what a graph returns holds until another one runs.
 """
 
 from __future__ import annotations
@@ -56,19 +57,22 @@ def block_buckets(max_context_len: int, block_size: int) -> tuple[int, ...]:
 class FixedStep:
     """A step in buffers of its own, and its graph once it is captured."""
 
-    def __init__(self, size: int, device: torch.device, compute: Compute) -> None:
-        """`size` numbers travel to the device each time."""
+    def __init__(
+        self, size: int, device: torch.device, compute: Compute, *, overlap: bool = False
+    ) -> None:
+        """`size` numbers travel to the device each time; `overlap`: kernels may start early."""
         self.size = size
+        self._overlap = overlap
         self.host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.device = self.host.to(device)
-        self.step: Step | None = None  # over views of `device`; set once by the owner
+        self.buffer = self.host.to(device)
+        self.step: Step | None = None  # over views of `buffer`; set once by the owner
         self._compute = compute
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: tuple[Tensor, Tensor] | None = None
 
     def capture(self, stream: torch.cuda.Stream, pool: object) -> None:
         """Record the step; `host` holds padding alone, so that the KV pools stay as they are."""
-        self.device.copy_(self.host)
+        self.buffer.copy_(self.host)
         self._run()  # compiles kernels and creates handles, which a capture must not
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -77,8 +81,8 @@ class FixedStep:
         self._graph = graph
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Run the step that `host` describes; the result is overwritten by the next run."""
-        self.device.copy_(self.host, non_blocking=True)
+        """Run the step that `host` describes; the result holds until another graph runs."""
+        self.buffer.copy_(self.host, non_blocking=True)
         if self._graph is None or self._outputs is None:
             return self._run()
         self._graph.replay()
@@ -87,7 +91,12 @@ class FixedStep:
     def _run(self) -> tuple[Tensor, Tensor]:
         if self.step is None:
             raise RuntimeError("a fixed step without a step")
-        return self._compute(self.step)
+        if not self.buffer.is_cuda:
+            return self._compute(self.step)
+        from deepseek_triton.kernels.launch import launches_in_turn
+
+        with launches_in_turn(not self._overlap):
+            return self._compute(self.step)
 
 
 def capture_all(steps: Sequence[FixedStep], device: torch.device) -> None:
@@ -120,9 +129,10 @@ class DecodeBuckets:
         self._buckets: dict[tuple[int, int], tuple[FixedStep, DecodeArrays]] = {}
         for batch in self._batches:
             for width in self._widths:
-                fixed = FixedStep(decode_size(batch, width), device, compute)
-                ids, positions, slots, lens = fixed.device[: 4 * batch].view(4, batch)
-                tables = fixed.device[4 * batch :].view(batch, width)
+                size = decode_size(batch, width)
+                fixed = FixedStep(size, device, compute, overlap=batch == 1)
+                ids, positions, slots, lens = fixed.buffer[: 4 * batch].view(4, batch)
+                tables = fixed.buffer[4 * batch :].view(batch, width)
                 fixed.step = Step(ids, positions, slots, None, Decode(tables, lens), pools)
                 arrays = DecodeArrays(fixed.host.numpy(), batch, width)
                 self._buckets[batch, width] = (fixed, arrays)
@@ -135,7 +145,7 @@ class DecodeBuckets:
     def run(self, rows: Sequence[StepRow]) -> tuple[Tensor, Tensor]:
         """Return logits [n, V] and what is fetched of them, of the whole bucket. Mutates the pools.
 
-        Both are overwritten by the next run of the bucket.
+        Both hold until the next run of any bucket.
         """
         blocks = max(row.context_len // self._block_size + 1 for row in rows)
         batch = self._batches[bisect_left(self._batches, len(rows))]
@@ -157,8 +167,8 @@ class PromptBuckets:
         self._buckets: list[tuple[FixedStep, PackedPrompts]] = []
         for tokens in PROMPT_TOKENS:
             fixed = FixedStep(prompts_size(tokens, PROMPT_ROWS), device, compute)
-            ids, positions, slots = fixed.device[: 3 * tokens].view(3, tokens)
-            rest = fixed.device[3 * tokens :]
+            ids, positions, slots = fixed.buffer[: 3 * tokens].view(3, tokens)
+            rest = fixed.buffer[3 * tokens :]
             lens, logit_rows = rest.split((PROMPT_ROWS + 1, PROMPT_ROWS))
             # One length for all rows: it only bounds the grid of attention.
             attention = Prefill((tokens,), (tokens,), lens, lens, None)

@@ -28,12 +28,14 @@ def fused_linear(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
     epsilon, gated = call.attributes["epsilon"], call.attributes["swiglu"]
     if isinstance(weight, Int4Tensor):
         return _linear_int4(call, inputs)
-    if len(x) == 1 or (len(x) <= SMALL_ROWS and len(weight) >= _MANY_FEATURES and not gated):
+    if len(x) == 1:
         return linear(
             x, weight, bias, norm_weight=norm, eps=epsilon, residual=residual, swiglu=gated
         )
     if norm is not None:
         x = rms_norm(x, norm, epsilon)
+    if len(x) <= SMALL_ROWS and len(weight) >= _MANY_FEATURES and not gated:
+        return linear(x, weight, bias, residual=residual)
     if gated:
         y = swiglu(torch.nn.functional.linear(x, weight, bias))
         return y if residual is None else residual + y
@@ -75,10 +77,6 @@ def fused_moe(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
     ids, weights = route(logits, routing_of(call, len(router_weight)), bias)
     if shared:
         x = _shared_expert(normed, shared[0], shared[1], x)
-    if isinstance(gate_up, Int4Tensor):
-        from deepseek_triton.kernels.experts_int4 import experts_int4
-
-        return experts_int4(normed, ids, weights, gate_up, down, residual=x)
     return experts(normed, ids, weights, gate_up, down, residual=x)
 
 

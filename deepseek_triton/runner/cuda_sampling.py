@@ -40,8 +40,8 @@ def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
 
 
 def unpack(packed: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Fetch what `greedy` or `choose` returned: token ids [n] and log probs [n]. Synchronises."""
-    token_ids, bits = packed.cpu().numpy()
+    """Split what `greedy` or `choose` returned, on the host: token ids [n] and log probs [n]."""
+    token_ids, bits = packed.numpy()
     return token_ids, bits.view(np.float32)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from random_model import make_program, quantized, random_weights
 
 from deepseek_triton.checkpoint.spec import ModelSpec
-from deepseek_triton.kernels import launch
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import RequestKey, SamplingParams
 from deepseek_triton.runner.base import RowSampling, StepRow
@@ -107,17 +105,6 @@ def device_time(run: Callable[[], Any], count: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return round(begin.elapsed_time(end) / count, 4)
-
-
-@contextmanager
-def launches_in_turn() -> Iterator[None]:
-    """Inside, a kernel starts when its predecessor has ended: so that a profile adds up."""
-    first = launch._FIRST_CAPABILITY
-    launch._FIRST_CAPABILITY = (99, 0)
-    try:
-        yield
-    finally:
-        launch._FIRST_CAPABILITY = first
 
 
 def kernel_table(run: Callable[[], Any], top: int = 25) -> list[dict[str, Any]]:
