@@ -32,7 +32,7 @@ def append_latent(
     −1 for a row that is not written. Returns all rows [T, rank + rope], also those. Mutates pool.
     """
     tokens, width = kv_a.shape
-    rank, rope = len(kv_norm), cos.shape[1]
+    rank, rope = len(kv_norm), cos.shape[-1]
     if out is None:
         out = torch.empty(tokens, width, dtype=kv_a.dtype, device=kv_a.device)
     if tokens:
@@ -57,7 +57,7 @@ def append_latent_reference(
     interleaved: bool,
 ) -> torch.Tensor:
     """Compute `append_latent` in float64 and round once. Mutates pool."""
-    latent, rope = kv_a.split((len(kv_norm), cos.shape[1]), dim=-1)
+    latent, rope = kv_a.split((len(kv_norm), cos.shape[-1]), dim=-1)
     turned = rotary_reference(rope[:, None], cos, sin, interleaved=interleaved)[:, 0]
     rows = torch.cat((rms_norm_reference(latent, kv_norm, eps), turned), dim=-1)
     _write_rows(pool, rows, slots)

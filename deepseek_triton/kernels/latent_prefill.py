@@ -84,7 +84,7 @@ def latent_attention_prefill_reference(
     )
     if key_slots is not None:
         rows = pool.view(-1, pool.shape[-1])[key_slots]
-    q_nope, q_rope = q.unflatten(1, (heads, -1)).split((nope, cos.shape[1]), dim=-1)
+    q_nope, q_rope = q.unflatten(1, (heads, -1)).split((nope, cos.shape[-1]), dim=-1)
     turned = rotary_reference(q_rope, cos, sin, interleaved=interleaved)
     wide = rows.double()
     k = torch.einsum("kr,hnr->khn", wide[:, :rank], w_uk.double())

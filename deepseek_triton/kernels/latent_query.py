@@ -35,7 +35,7 @@ def latent_query(
     """
     batch = q.shape[0]
     heads, nope, rank = w_uk.shape
-    rope = cos.shape[1]
+    rope = cos.shape[-1]
     out = torch.empty(batch, heads, rank + rope, dtype=q.dtype, device=q.device)
     block_b = 1 if batch == 1 else min(64, max(16, triton.next_power_of_2(batch)))
     block_r = min(block_r, max(16, triton.next_power_of_2(rank)))
@@ -69,7 +69,7 @@ def latent_query_reference(
     """Compute `latent_query` in float64 and round once. Mutates pool."""
     append_latent_reference(kv_a, kv_norm, eps, cos, sin, pool, slots, interleaved=interleaved)
     heads, nope, _ = w_uk.shape
-    q_nope, q_rope = q.unflatten(1, (heads, -1)).split((nope, cos.shape[1]), dim=-1)
+    q_nope, q_rope = q.unflatten(1, (heads, -1)).split((nope, cos.shape[-1]), dim=-1)
     latent = torch.einsum("bhn,hnr->bhr", q_nope.double(), w_uk.double()).to(q.dtype)
     return torch.cat((latent, rotary_reference(q_rope, cos, sin, interleaved=interleaved)), dim=-1)
 
