@@ -60,8 +60,8 @@ class DecodeTile:
 class Partials:
     """Results of the splits, to be joined: values [B, S, H, d] and lse [B, S, H] in log2.
 
-    A split without keys has an lse of −inf, and values that are not written. With one split, lse is
-    None and the values [B, 1, H, d] are the result, in the query's dtype, else float32.
+    Values have the query's dtype, lse is float32. A split without keys has an lse of −inf, and
+    values that are not written. With one split, lse is None and the values [B, 1, H, d] the result.
     """
 
     values: torch.Tensor
@@ -75,12 +75,12 @@ def choose_tile(
 
     `heads` share their keys, `width` numbers each; `capacity` keys are the most that a row has.
     """
-    block_h = min(64, max(16, triton.next_power_of_2(heads)))
+    block_h = min(32, max(16, triton.next_power_of_2(heads)))
     wide = triton.next_power_of_2(width) > 256
     if dtype == torch.float32:
         block_n, warps, stages = 16 if wide else 32, 4, 1
     elif wide:
-        block_n, warps, stages = 64, 8, 2
+        block_n, warps, stages = 64, 4, 2
     else:
         block_n, warps, stages = 64, 4, 3
     tiles = max(1, triton.cdiv(capacity, block_n))
@@ -117,9 +117,7 @@ def paged_decode(
         tile = choose_tile(batch, per_split, group_size, width, capacity, q.dtype)
     shape = (batch, tile.splits, heads)
     whole = tile.splits == 1
-    values = torch.empty(
-        *shape, value_dim, dtype=q.dtype if whole else torch.float32, device=q.device
-    )
+    values = torch.empty(*shape, value_dim, dtype=q.dtype, device=q.device)
     lse = None if whole else torch.empty(shape, dtype=torch.float32, device=q.device)
     rope = width - value_dim if v_pool is None else 0
     mask = key_filter.block_mask
@@ -250,12 +248,31 @@ def _attend(
 
 
 @triton.jit
-def _store_values(
-    values_ptr, result, values, valid_h, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+def _scores(
+    k_rows, v_pool_ptr, slot, group, seen, q, q_rope,
+    V_ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    d = tl.arange(0, BLOCK_D)[None, :]
-    mask = valid_h[:, None] & (d < DIM)
-    tl.store(values_ptr + result[:, None] * DIM + d, values, mask=mask)
+    """Return the products [BLOCK_N, BLOCK_H] of keys at k_rows and queries, and the values."""
+    k = _load_rows(k_rows, seen, DIM, BLOCK_D)
+    scores = tl.dot(k, q, input_precision=PRECISION)
+    if ROPE > 0:
+        k_rope = _load_rows(k_rows + DIM, seen, ROPE, BLOCK_R)
+        scores = tl.dot(k_rope, q_rope, scores, input_precision=PRECISION)
+    v = k
+    if v_pool_ptr is not None:
+        v_rows = v_pool_ptr + slot[:, None] * V_ROW + group * DIM
+        v = _load_rows(v_rows, seen, DIM, BLOCK_D)
+    return scores, v
+
+
+@triton.jit
+def _range(length, splits, BLOCK_N: tl.constexpr):
+    """Return the tiles of a row, and the first of this split and the one after its last."""
+    tiles = tl.cdiv(length, BLOCK_N)
+    per_split = tl.cdiv(tiles, splits)
+    first = tl.program_id(0) * per_split
+    return tiles, first, tl.minimum(first + per_split, tiles)
 
 
 @triton.jit(do_not_specialize=["splits", "sink"])
@@ -270,7 +287,7 @@ def _paged_decode(
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (s, i, b) owns split s of row b for the i-th BLOCK_H heads."""
-    split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
     blocks_per_group: tl.constexpr = (GROUP_SIZE + BLOCK_H - 1) // BLOCK_H
     group = tl.program_id(1) // blocks_per_group
     in_group = tl.program_id(1) % blocks_per_group * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -278,18 +295,14 @@ def _paged_decode(
     head = group * GROUP_SIZE + in_group
     table_ptr = tables_ptr + row * table_row
     length = tl.load(lens_ptr + row)
-    tiles = tl.cdiv(length, BLOCK_N)
-    per_split = tl.cdiv(tiles, splits)
-    first = split * per_split
-    last = tl.minimum(first + per_split, tiles)
-
+    tiles, first, last = _range(length, splits, BLOCK_N)
     await_inputs(PDL)
     q_heads = q_ptr + row * q_row + head * q_head
     q = _load_columns(q_heads, valid_h, DIM, BLOCK_D)
     q_rope = _load_columns(q_heads + DIM, valid_h, ROPE, BLOCK_R) if ROPE > 0 else q
-    retained = (
-        tl.load(retained_ptr + head, mask=valid_h, other=0) if retained_ptr is not None else head
-    )
+    retained = head
+    if retained_ptr is not None:
+        retained = tl.load(retained_ptr + head, mask=valid_h, other=0)
     kept = tl.max(retained, axis=0)
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)  # added up over keys once, after the loop
@@ -308,28 +321,20 @@ def _paged_decode(
         if retained_ptr is not None:
             recent = key[:, None] >= length - retained[None, :]
             visible = visible & (recent | (key < sink)[:, None])
-        k_rows = k_pool_ptr + slot[:, None] * K_ROW + group * DIM
-        k = _load_rows(k_rows, seen, DIM, BLOCK_D)
-        scores = tl.dot(k, q, input_precision=PRECISION)
-        if ROPE > 0:
-            k_rope = _load_rows(k_rows + DIM, seen, ROPE, BLOCK_R)
-            scores = tl.dot(k_rope, q_rope, scores, input_precision=PRECISION)
-        if v_pool_ptr is not None:
-            v_rows = v_pool_ptr + slot[:, None] * V_ROW + group * DIM
-            v = _load_rows(v_rows, seen, DIM, BLOCK_D)
-        else:
-            v = k
+        scores, v = _scores(
+            k_pool_ptr + slot[:, None] * K_ROW + group * DIM, v_pool_ptr, slot, group, seen,
+            q, q_rope, V_ROW, DIM, BLOCK_D, ROPE, BLOCK_R, PRECISION,
+        )  # fmt: skip
         top, total, acc = _attend(scores, v, visible, top, total, acc, scale, PRECISION)
         block = next_block
 
-    result = (row * splits + split) * HEADS + head
     whole = tl.sum(total, axis=0)
-    if WHOLE:
-        values = tl.trans(acc) / tl.where(whole == 0, 1.0, whole)[:, None]
-        _store_values(values_ptr, result, values, valid_h, DIM, BLOCK_D)
-    else:
+    result = (row * splits + tl.program_id(0)) * HEADS + head
+    if not WHOLE:
         lse = tl.where(whole == 0, float("-inf"), top + tl.log2(tl.maximum(whole, 1e-37)))
         tl.store(lse_ptr + result, lse, mask=valid_h)
-        if first < last:  # nothing reads the values of a split without keys
-            values = tl.trans(acc) / tl.where(whole == 0, 1.0, whole)[:, None]
-            _store_values(values_ptr, result, values, valid_h, DIM, BLOCK_D)
+        valid_h = valid_h & (first < last)  # nothing reads the values of a split without keys
+    d = tl.arange(0, BLOCK_D)[None, :]
+    values = tl.trans(acc) / tl.where(whole == 0, 1.0, whole)[:, None]
+    mask = valid_h[:, None] & (d < DIM)
+    tl.store(values_ptr + result[:, None] * DIM + d, values, mask=mask)

@@ -96,11 +96,11 @@ V3_LAYER: dict[str, Any] = {
 
 
 class Shapes:
-    """A checkpoint of zeros that take no memory: what export needs to lay a graph out."""
+    """A checkpoint of ones that take no memory: what export needs to lay a graph out."""
 
     def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return zeros of `shape`."""
-        return np.broadcast_to(np.float32(0), shape)
+        """Return ones of `shape`."""
+        return np.broadcast_to(np.float32(1), shape)
 
     def int4(self, source: str) -> None:
         """No layer is INT4."""
