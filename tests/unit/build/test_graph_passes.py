@@ -166,7 +166,10 @@ def step_inputs(model: onnx.ModelProto) -> dict[str, NDArray[np.generic]]:
 
 
 def test_no_transpose_or_reshape_of_the_exporter_undoes_another(portable: Path) -> None:
-    """Checked on values: no node on a chain of them gives back what the chain had before."""
+    """Checked on values: no two nodes on a chain of them give back what was there before.
+
+    One alone may: queries are grouped by KV head even where each has a KV head of its own.
+    """
     model = onnx.inliner.inline_local_functions(onnx.load_model(portable))
     simplify(model)
     assert cancelling_pairs(model) == []
@@ -186,7 +189,7 @@ def test_no_transpose_or_reshape_of_the_exporter_undoes_another(portable: Path) 
     names = [value.name for value in session.get_outputs()]
     found = dict(zip(names, session.run(None, inputs), strict=True)) | inputs
     for end, chain in chains.items():
-        for name in chain:
+        for name in chain[1:]:
             same = np.array_equal(found[name], found[end])
             assert not same, f"{end} is {name} again"
 
