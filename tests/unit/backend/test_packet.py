@@ -20,6 +20,8 @@ OPTIONS = st.builds(
     num_input_tokens=INTS,
     return_log_probs=st.booleans(),
     return_counts=st.booleans(),
+    return_token_ids=st.booleans(),
+    top_log_probs=INTS,
 )
 PACKETS = st.builds(
     StepPacket,
@@ -27,6 +29,9 @@ PACKETS = st.builds(
     index=INTS,
     options=st.none() | OPTIONS,
     log_probs=st.lists(st.floats(allow_nan=False)).map(tuple),
+    top_log_probs=st.lists(
+        st.lists(st.tuples(INTS, st.floats(allow_nan=False))).map(tuple), max_size=3
+    ).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
     error=st.text(min_size=1),
     error_status=st.sampled_from(["INTERNAL", "UNAVAILABLE"]),

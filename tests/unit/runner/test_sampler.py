@@ -1,5 +1,6 @@
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from deepseek_triton.request import SamplingParams
 from deepseek_triton.runner.base import RowSampling
-from deepseek_triton.runner.sampler import sample, score
+from deepseek_triton.runner.sampler import sample, score, top_log_probs
 
 NONE = np.empty(0, np.int32)
 
@@ -287,3 +288,53 @@ def test_draws_follow_the_distribution(params):
     possible = expected > 0
     chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
     assert chi_square < 31.3
+
+
+def mask(vocab_size, *allowed):
+    words = np.zeros(-(-vocab_size // 32), np.uint32)
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+def test_only_allowed_tokens_are_drawn_and_log_probs_stay_those_of_the_model():
+    logits = np.random.default_rng(5).normal(0, 3, 100).astype(np.float32)
+    allowed = [3, 31, 32, 64, 99]
+    for params in ({}, {"temperature": 1.0}, {"temperature": 2.0, "top_k": 2}, {"top_p": 0.5}):
+        for uniform in (0.0, 0.4, 0.99):
+            sampling = replace(
+                row(uniform=uniform, return_log_probs=True, **params), allowed=mask(100, *allowed)
+            )
+            token, log_prob = sample_one(logits, sampling)
+            kept = np.full(100, -np.inf, np.float32)
+            kept[allowed] = logits[allowed]
+            assert token == reference(kept, replace(sampling, allowed=None))
+            expected = logits[token] - np.log(np.exp(logits.astype(np.float64)).sum())
+            assert log_prob == pytest.approx(expected, abs=1e-5)
+
+
+def test_no_token_is_drawn_when_none_is_allowed():
+    assert sample_one([1.0, 2.0], replace(row(), allowed=mask(2)))[0] == -1
+
+
+def test_a_bias_is_added_before_penalties():
+    logits = [0.0, 1.0, -1.0]
+    assert sample_one(logits, row(logit_bias=((2, 3.0),)))[0] == 2
+    assert sample_one(logits, row(logit_bias=((1, -100.0), (2, -100.0))))[0] == 0
+    biased = row(logit_bias=((2, 3.0),), repetition_penalty=4.0, output=[2])
+    assert sample_one(logits, biased)[0] == 1  # (−1 + 3) / 4 < 1
+
+
+def test_the_likeliest_tokens_are_those_of_a_full_sort():
+    logits = np.random.default_rng(6).integers(-3, 3, (3, 500)).astype(np.float32)
+    logits[2, 7] = np.nan
+    found = top_log_probs(logits, [5, 0, 3])
+    order = np.argsort(-logits[0], kind="stable")[:5]
+    assert [token for token, _ in found[0]] == order.tolist()
+    expected = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
+    assert [value for _, value in found[0]] == pytest.approx(expected[order].tolist(), abs=1e-5)
+    assert found[1:] == ((), ())
+    assert top_log_probs(logits, [0, 0, 0]) == ()
+    assert [token for token, _ in top_log_probs(logits[:1, :3], [20])[0]] == sorted(
+        range(3), key=lambda token: -logits[0, token]
+    )
