@@ -30,6 +30,7 @@ from deepseek_triton.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 64  # taken from the beginning of a window
 NEW_TOKENS = 32
+_DEFAULT_TOKENS = 1 << 20  # of the standard library
 
 
 def main() -> int:
@@ -74,8 +75,7 @@ def evaluate(
     engine: Path, reference: Path | None, text: str, windows: int, length: int
 ) -> dict[str, Any]:
     """Return what is to be said of `engine`, by name."""
-    tokens = _tokens(engine, text)
-    cut = cut_windows(tokens, length, windows)
+    cut = cut_windows(read_tokens(engine, text), length, windows)
     scores, outputs = _measure(engine, cut)
     figures: dict[str, Any] = {
         "engine": engine.name,
@@ -93,7 +93,7 @@ def evaluate(
             "loss_over_reference": difference.loss,
             "standard_error_of_difference": difference.standard_error,
             "same_next_token": agreement(scores, other),
-            "same_greedy_continuation": float((outputs == expected).all(axis=1).mean()),
+            "same_greedy_tokens": float((outputs == expected).mean()),
         }
     return figures
 
@@ -108,7 +108,8 @@ def _measure(engine: Path, windows: NDArray[np.int32]) -> tuple[Scores, NDArray[
         return scores, continue_greedily(runner, windows[:, :PROMPT_TOKENS], NEW_TOKENS)
 
 
-def _tokens(engine: Path, text: str) -> NDArray[np.int32]:
+def read_tokens(folder: Path, text: str) -> NDArray[np.int32]:
+    """Return the tokens of `text`, as --text takes it, by the tokenizer in `folder`."""
     if text.endswith(".xz"):
         try:
             data = lzma.decompress(Path(text).read_bytes())
@@ -116,7 +117,7 @@ def _tokens(engine: Path, text: str) -> NDArray[np.int32]:
             raise ConfigError(f"TEXT: {text} cannot be read ({error})") from error
         return np.frombuffer(data, "<u2").astype(np.int32)
     documents = read_documents(Path(text)) if text else standard_library()
-    return token_stream(Tokenizer.load(engine), documents, None if text else 1 << 20)
+    return token_stream(Tokenizer.load(folder), documents, None if text else _DEFAULT_TOKENS)
 
 
 def _size(engine: Path) -> int:
