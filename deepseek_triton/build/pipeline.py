@@ -87,7 +87,7 @@ def build_engine(
             target=target,
             precision=precision,
             model=spec,
-            kv_cache=_kv_cache_spec(spec, builder.kv_precision or precision, block_size, draft),
+            kv_cache=kv_cache_spec(spec, builder.kv_precision or precision, block_size, draft),
             max_context_len=limits.max_context_len if limits else spec.max_position_embeddings,
             opset=OPSET,
             versions=builder.versions(),
@@ -204,7 +204,8 @@ def _limits(
     return None
 
 
-def _kv_cache_spec(spec: ModelSpec, precision: str, block_size: int, draft: bool) -> KVCacheSpec:
+def kv_cache_spec(spec: ModelSpec, precision: str, block_size: int, draft: bool) -> KVCacheSpec:
+    """Return the geometry of the KV pools that a model of `spec` needs, with a draft or not."""
     dtype = np.dtype(find_precision(precision).dtype)
     return KVCacheSpec(
         num_layers=spec.num_layers + draft,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -19,6 +21,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
 VOCAB_SIZE = 131
 LATENT_SHAPE: dict[str, Any] = {
@@ -92,6 +95,53 @@ class ParityCase:
         randomize(model)
         model.to(self.dtype).save_pretrained(folder, max_shard_size=self.max_shard_size)
         return Reference(kind.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+class DeepseekMoECase(ParityCase):
+    """The first DeepSeek-MoE, which is not in transformers: Llama with DeepSeek-V2's experts."""
+
+    def save(self, folder: Path) -> Reference:
+        """Write the checkpoint, its experts apart, and return the model that it holds."""
+        experts = {key: LATENT_SHAPE[key] for key in _EXPERT_KEYS}
+        shape = {**GROUPED_SHAPE, "num_key_value_heads": 4}
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+        mixture = DeepseekV2Config(**shape, **experts, topk_method="greedy")
+        mixture._experts_implementation = "eager"
+        for layer in model.model.layers[experts["first_k_dense_replace"] :]:
+            layer.mlp = DeepseekV2Moe(mixture)
+        randomize(model)
+        folder.mkdir(parents=True)
+        config = {"model_type": "deepseek", **shape, **experts, "norm_topk_prob": False}
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(_with_experts_apart(model.state_dict()), folder / "model.safetensors")
+        return Reference(model.eval())
+
+
+_EXPERT_KEYS = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "first_k_dense_replace",
+)
+
+
+def _with_experts_apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    apart = {}
+    for name, tensor in state.items():
+        prefix, stacked, kind = name.partition("experts.")
+        if not stacked or prefix.endswith("shared_"):
+            apart[name] = tensor.contiguous()
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = {"down_proj": weight}
+            if kind == "gate_up_proj":
+                gate, up = weight.chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up}
+            for part, values in parts.items():
+                apart[f"{prefix}experts.{expert}.{part}.weight"] = values.contiguous()
+    return apart
 
 
 def randomize(model: torch.nn.Module) -> None:
@@ -178,6 +228,7 @@ def _cases() -> list[ParityCase]:
         ParityCase("v3_not_normalized", "deepseek_v3", {**v3, "norm_topk_prob": False}),
         ParityCase("v3_all_dense", "deepseek_v3", {**v3, "first_k_dense_replace": 3}),
         *_grouped_query_cases(),
+        DeepseekMoECase("deepseek_moe", "deepseek"),
     ]
 
 

@@ -33,6 +33,28 @@ def plain(**changes: Any) -> dict[str, Any]:
     return data
 
 
+@dataclass(frozen=True)
+class Circle:
+    radius: float
+
+
+@dataclass(frozen=True)
+class Square:
+    side: float
+
+
+@dataclass(frozen=True)
+class Drawing:
+    shape: Circle | Square | None
+
+
+@pytest.mark.parametrize("shape", [Circle(1.0), Square(2.0), None])
+def test_the_keys_tell_which_member_of_a_union_it_is(shape: Circle | Square | None) -> None:
+    assert from_plain(Drawing, to_plain(Drawing(shape))) == Drawing(shape)
+    with pytest.raises(StrictJsonError, match="shape.edge: unknown key"):
+        from_plain(Drawing, {"shape": {"edge": 1.0}})
+
+
 def test_a_value_survives_the_round_trip() -> None:
     assert from_plain(Outer, plain()) == VALUE
     assert from_plain(Outer, plain(inner=None)).inner is None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deepseek_triton.checkpoint.config import model_spec_from_config, read_model_spec
+from deepseek_triton.checkpoint.names import expected_tensors
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
 from deepseek_triton.checkpoint.spec import YarnSpec
 from deepseek_triton.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -241,6 +242,97 @@ def test_a_folder_that_does_not_exist_is_said_so(tmp_path: Path) -> None:
 def test_a_folder_without_config_says_what_a_checkpoint_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not found; a checkpoint is a folder"):
         read_model_spec(tmp_path)
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
+MOE = LLAMA | {
+    "model_type": "deepseek",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, **values}}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (LLAMA, rope("dynamic", factor=2.0), 'rope type "dynamic" is not supported for llama'),
+        (LLAMA, rope("longrope", factor=2.0), '"longrope" .* supported are "default", "linear"'),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias true"),
+        (LLAMA, {"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window true .* must be false"),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN2, {"use_mrope": True}, "use_mrope true"),
+        (MOE, {"norm_topk_prob": True}, "norm_topk_prob true"),
+        (MOE, {"topk_method": "group_limited_greedy"}, 'it must be "greedy"'),
+        (MOE, {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (MOE, {"kv_lora_rank": 512}, 'set model_type to "deepseek_v2"'),
+        (MOE, rope("yarn", factor=2.0), '"yarn" is not supported for deepseek;'),
+    ],
+)
+def test_what_other_families_lack_is_refused_by_name(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    model_spec_from_config(config | {"eos_token_id": 1, "bos_token_id": 0})
+    with pytest.raises(UnsupportedModelError, match=message):
+        model_spec_from_config(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide the 4"),
+        (LLAMA, {"hidden_size": 66}, "head_dim is missing, and num_attention_heads 4 does not"),
+        (LLAMA, {"head_dim": 15}, "head_dim must be even, found 15"),
+        (LLAMA, {"hidden_size": 60}, "head_dim must be even, found 15"),
+        (LLAMA, {"head_dim": 0}, "head_dim must be at least 1"),
+        (LLAMA, rope("linear"), 'factor is missing: rope type "linear" needs it'),
+        (LLAMA, rope("linear", factor=0), "factor must be above 0"),
+        (LLAMA, rope("llama3", factor=8.0), "low_freq_factor is missing"),
+        (
+            LLAMA,
+            rope(
+                "llama3",
+                factor=8.0,
+                low_freq_factor=4.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+            "high_freq_factor 4.0 must be above low_freq_factor 4.0",
+        ),
+        (MOE, {"n_routed_experts": None}, "n_routed_experts is missing"),
+        (MOE, {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+    ],
+)
+def test_bad_values_of_other_families_are_named(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        model_spec_from_config(config | changes)
+
+
+def test_absent_kv_heads_mean_as_many_as_attention_heads() -> None:
+    attention = model_spec_from_config(LLAMA).attention
+    assert (attention.num_kv_heads, attention.pool_width) == (4, 64)
+
+
+def test_biases_are_where_the_family_has_them() -> None:
+    plain, biased, qwen2 = (
+        {
+            name.split("self_attn.")[1].removesuffix(".bias")
+            for name, _ in expected_tensors(model_spec_from_config(config))
+            if name.endswith(".bias") and "layers.0." in name
+        }
+        for config in (LLAMA, LLAMA | {"attention_bias": True}, QWEN2)
+    )
+    assert plain == set()
+    assert biased == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert qwen2 == {"q_proj", "k_proj", "v_proj"}
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b""])

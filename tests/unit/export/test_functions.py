@@ -138,6 +138,46 @@ def test_attention_mask_shows_the_filled_slots_and_earlier_new_tokens() -> None:
     assert np.isfinite(mask).all()
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(6, 2), (3, 3), (4, 1)])
+def test_grouped_query_attention_equals_attention_head_by_head(heads: int, groups: int) -> None:
+    """Two rows: five cached tokens and two new ones; nothing cached, one new token, padding."""
+    dim, block, scale = 4, 4, 0.4
+    positions = np.array([[5, 6], [0, -1]], np.int32)
+    context_lens, tables = np.array([5, 0], np.int32), np.array([[2, 0], [1, 1]], np.int32)
+    cos, sin = call("RotaryAngles", positions, np.array([1.0, 0.1] * 2, np.float32), scale=1.0)
+    rotary = (cos, sin, quarter_turn(RopeSpec(dim, 10000.0, False)))
+    q, k, v = normal(4, heads * dim), normal(4, groups * dim), normal(4, groups * dim)
+    k_pool, v_pool = normal(3, block, groups * dim), normal(3, block, groups * dim)
+    mask = call("AttentionMask", positions, context_lens, tables, block_size=[block])[0]
+    o, new_k, new_v = call(
+        "GroupedQueryAttention",
+        *(q, k, v, *rotary, k_pool, v_pool, tables, mask),
+        num_heads=[heads],
+        num_kv_heads=[groups],
+        head_dim=[dim],
+        scale=scale,
+        rotary_interleaved=[0],
+    )
+    k_rotated = call("Rotary", k.reshape(4, groups, dim), *rotary)[0]
+    q_rotated = call("Rotary", q.reshape(4, heads, dim), *rotary)[0]
+    np.testing.assert_allclose(new_k.reshape(4, groups, dim), k_rotated, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(new_v.reshape(4, -1), v)
+
+    def cached(pool: Array, new: Array, token: int) -> Array:
+        rows = [*pool[tables[0]].reshape(-1, groups * dim)[:5]] if token < 2 else []
+        rows += [*new.reshape(4, -1)[: token + 1]] if token < 2 else [new.reshape(4, -1)[2]]
+        return np.stack(rows).reshape(-1, groups, dim)
+
+    for token in (0, 1, 2):  # the fourth is padding
+        keys, values = cached(k_pool, k_rotated, token), cached(v_pool, v, token)
+        for head in range(heads):
+            group = head * groups // heads
+            weights = softmax(keys[:, group] @ q_rotated[token, head] * scale)
+            got = o[token].reshape(heads, dim)[head]
+            np.testing.assert_allclose(got, weights @ values[:, group], rtol=1e-4, atol=1e-5)
+    assert np.isfinite(o).all(), "a padding row made a NaN"
+
+
 def latent_attention_inputs() -> dict[str, Array]:
     """Two rows: five cached tokens and two new ones; nothing cached, one new token, padding."""
     heads, nope, rope, rank, value, block = 3, 4, 2, 5, 6, 4

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from deepseek_triton.checkpoint.spec import RopeSpec, YarnSpec
+from deepseek_triton.checkpoint.spec import LinearSpec, Llama3Spec, RopeSpec, YarnSpec
 from deepseek_triton.export.rope import attention_factor, inverse_frequencies, quarter_turn
 
 YARN = YarnSpec(factor=40.0, original_max_position_embeddings=4096)
@@ -45,6 +45,34 @@ def test_a_yarn_ramp_of_no_width_stays_finite() -> None:
     yarn = YarnSpec(factor=4.0, original_max_position_embeddings=1)
     frequencies = inverse_frequencies(RopeSpec(8, 10000.0, False, yarn))
     assert np.isfinite(frequencies).all()
+
+
+def test_linear_scaling_divides_every_frequency() -> None:
+    plain = inverse_frequencies(RopeSpec(64, 100000.0, False))
+    scaled = inverse_frequencies(RopeSpec(64, 100000.0, False, LinearSpec(4.0)))
+    np.testing.assert_array_equal(scaled, plain / 4)
+
+
+def test_llama3_keeps_fast_pairs_and_divides_slow_ones() -> None:
+    plain = inverse_frequencies(RopeSpec(128, 500000.0, False))[:64]
+    llama3 = Llama3Spec(8.0, 1.0, 4.0, 8192)
+    scaled = inverse_frequencies(RopeSpec(128, 500000.0, False, llama3))[:64]
+    turns = 8192 * plain / (2 * math.pi)
+    fast, slow = turns > 4, turns < 1
+    assert fast.sum() == 29
+    assert slow.sum() == 29
+    np.testing.assert_array_equal(scaled[fast], plain[fast])
+    np.testing.assert_array_equal(scaled[slow], plain[slow] / 8)
+    # Between them the weight of the kept frequency grows with the turns, from 0 at 1 to 1 at 4.
+    keep = (turns - 1) / 3
+    mixed = plain / 8 * (1 - keep) + plain * keep
+    between = ~(fast | slow)
+    np.testing.assert_allclose(scaled[between], mixed[between], rtol=1e-6)
+
+
+def test_only_yarn_changes_the_temperature() -> None:
+    assert attention_factor(RopeSpec(64, 10000.0, False, LinearSpec(4.0))) == 1.0
+    assert attention_factor(RopeSpec(64, 10000.0, False, Llama3Spec(8.0, 1.0, 4.0, 8192))) == 1.0
 
 
 @pytest.mark.parametrize(
