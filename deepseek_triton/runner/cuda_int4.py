@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from deepseek_triton.errors import EngineMismatchError
 from deepseek_triton.runner.cuda_program import Call, Program
 
 _MOE = "cuda.MoEInt4"
+_SMALL_BYTES = 32 << 20  # of a matrix in 16 bits
 _PLACES = {
     "deepseek.LinearInt4": (1,),
     "cuda.LinearInt4": (1,),
@@ -34,7 +36,8 @@ def bind_int4(program: Program, weights: dict[str, Any]) -> Program:
     """Return the program with one input for each INT4 weight; `weights` gets Int4Tensors.
 
     Replaces the codes, scales and zero points in `weights`, weight by weight, so that there is
-    memory for one copy. Zero points must have been loaded unpacked.
+    memory for one copy. Zero points must have been loaded unpacked. Small matrices become dense:
+    an H200 reads one in the time that a product with INT4 weights takes in any case.
 
     Raises:
         EngineMismatchError: a shape or a group size that the kernels do not take.
@@ -46,7 +49,9 @@ def bind_int4(program: Program, weights: dict[str, Any]) -> Program:
         if codes in weights and scales in weights:
             values = (weights.pop(codes), weights.pop(scales), weights.pop(zeros, None))
             try:
-                weights[codes] = pack_int4(*values, call.number("group_size"))
+                packed = pack_int4(*values, call.number("group_size"))
+                small = 2 * math.prod(packed.shape) <= _SMALL_BYTES
+                weights[codes] = packed.dense() if small else packed
             except ValueError as error:
                 raise EngineMismatchError(f"{codes}: {error}") from error
     return replace(program, calls=tuple(_bound(call) for call in program.calls))
