@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -56,16 +56,23 @@ class _Answer(Protocol):
 class Gateway:
     """The handlers of the routes."""
 
-    def __init__(self, options: GatewayOptions, model: ServedModel) -> None:
+    def __init__(
+        self,
+        options: GatewayOptions,
+        model: ServedModel,
+        servers: Sequence[TritonServer] | None = None,
+    ) -> None:
         self.metrics = GatewayMetrics()
         self._options = options
         self._model = model
+        self._servers = servers
         self._pool: ServerPool | None = None
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Hold the connections for as long as the application runs."""
-        self._pool = ServerPool([TritonServer(url) for url in self._options.servers])
+        servers = self._servers or [TritonServer(url) for url in self._options.servers]
+        self._pool = ServerPool(servers)
         await self._pool.start()
         try:
             yield
@@ -199,10 +206,15 @@ async def _resumed(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGene
             yield item
 
 
-def create_app(options: GatewayOptions, model: ServedModel) -> FastAPI:
-    """Return the ASGI application. Raises ConfigError for a key file that cannot be read."""
+def create_app(
+    options: GatewayOptions, model: ServedModel, servers: Sequence[TritonServer] | None = None
+) -> FastAPI:
+    """Return the ASGI application. Raises ConfigError for a key file that cannot be read.
+
+    `servers` stand in for those that `options` name.
+    """
     keys = None if options.key_file is None else KeyRing(options.key_file)
-    gateway = Gateway(options, model)
+    gateway = Gateway(options, model, servers)
     app = FastAPI(
         title="deepseek-triton gateway",
         summary="OpenAI's API in front of Triton servers.",

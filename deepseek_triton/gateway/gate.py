@@ -58,9 +58,11 @@ class Gate:
         leave: Callable[[], None] | None = None
         try:
             leave = self._admit(scope, headers, record)
-            body = _Body(receive, self._options)
-            body.check_announced(headers.get("content-length", ""))
-            await self._app(scope, body.receive, sender.send)
+            body = await self._read_body(receive, headers.get("content-length", ""))
+            if body is None:
+                record.disconnected = True
+            else:
+                await self._app(scope, _replay(body, receive), sender.send)
         except ApiError as error:
             if not sender.started:
                 record.error = error.code or error.kind
@@ -82,6 +84,36 @@ class Gate:
         authorization = headers.get("authorization", "")
         record.key = self._keys.name_of(authorization)
         return self._keys.admit(authorization)
+
+    async def _read_body(self, receive: Receive, announced: str) -> bytes | None:
+        """Return the request's body, None if the client left. Raises ApiError 413 or 408.
+
+        It is read here, since FastAPI would turn any error on the way into its own.
+        """
+        self._check_size(int(announced) if announced.isascii() and announced.isdigit() else 0)
+        body = bytearray()
+        more = True
+        deadline = time.monotonic() + self._options.body_timeout_s
+        while more:
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except asyncio.TimeoutError:
+                raise ApiError(408, "the request's body did not arrive in time") from None
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            self._check_size(len(body))
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    def _check_size(self, size: int) -> None:
+        limit = self._options.max_body_bytes
+        if size > limit:
+            raise ApiError(
+                413,
+                f"the request's body has more than {limit} bytes; shorten it",
+                code="request_too_large",
+            )
 
     def _finish(self, record: RequestRecord) -> None:
         seconds = time.perf_counter() - record.started
@@ -118,37 +150,11 @@ class _Sender:
         await self._send(message)
 
 
-class _Body:
-    """Bounds the size of a request's body and the time that it may take."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives `body` first, and then what comes after it."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-    def __init__(self, receive: Receive, options: GatewayOptions) -> None:
-        self._receive = receive
-        self._options = options
-        self._size = 0
-        self._complete = False
-        self._deadline = time.monotonic() + options.body_timeout_s
+    async def replayed() -> Message:
+        return messages.pop() if messages else await receive()
 
-    def check_announced(self, content_length: str) -> None:
-        if content_length.isdigit():
-            self._check(int(content_length))
-
-    async def receive(self) -> Message:
-        if self._complete:
-            return await self._receive()
-        try:
-            message = await asyncio.wait_for(self._receive(), self._deadline - time.monotonic())
-        except asyncio.TimeoutError:
-            raise ApiError(408, "the request's body did not arrive in time") from None
-        self._size += len(message.get("body", b""))
-        self._check(self._size)
-        self._complete = not message.get("more_body", False)
-        return message
-
-    def _check(self, size: int) -> None:
-        limit = self._options.max_body_bytes
-        if size > limit:
-            raise ApiError(
-                413,
-                f"the request's body has more than {limit} bytes; shorten it",
-                code="request_too_large",
-            )
+    return replayed

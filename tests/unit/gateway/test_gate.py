@@ -1,0 +1,194 @@
+"""What every request passes, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepseek_triton.gateway.app import create_app
+from deepseek_triton.gateway.config import GatewayOptions
+from deepseek_triton.gateway.keys import new_key
+from deepseek_triton.gateway.triton import Piece, ServerRefusal
+from tests.unit.gateway.fakes import FOLDER, MODEL, FakeServer, chat, client, final, post
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "SECRET"}]}
+JSON = {"content-type": "application/json"}
+
+
+def test_request_ids_are_passed_on_and_made_up() -> None:
+    server = FakeServer()
+    response = post("/v1/chat/completions", CHAT, server, headers={"x-request-id": "abc-1"})
+    assert response.headers["x-request-id"] == "abc-1"
+    assert server.calls[0].request_id == "abc-1/0"
+    for wrong in ("a b", "x" * 200, ""):
+        made = post("/v1/chat/completions", CHAT, headers={"x-request-id": wrong})
+        assert len(made.headers["x-request-id"]) == 32
+    assert post("/nowhere", {}).headers["x-request-id"]
+
+
+def test_a_body_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    response = post("/v1/chat/completions", CHAT, max_body_bytes=20)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+
+    async def chunked() -> Any:
+        async def body() -> Any:
+            for _ in range(10):
+                yield b" " * 10
+
+        async with client(FakeServer(), max_body_bytes=50) as http:
+            return await http.post("/v1/chat/completions", content=body(), headers=JSON)
+
+    assert asyncio.run(chunked()).status_code == 413
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def slow() -> Any:
+        async def body() -> Any:
+            yield b" "
+            await asyncio.sleep(30)
+
+        async with client(FakeServer(), body_timeout_s=0.1) as http:
+            return await http.post("/v1/chat/completions", content=body(), headers=JSON)
+
+    assert asyncio.run(slow()).status_code == 408
+
+
+def test_keys_guard_what_costs_something(tmp_path: Path) -> None:
+    key, entry = new_key("team")
+    path = tmp_path / "keys"
+    path.write_text(json.dumps({"keys": [{**entry, "requests_per_minute": 2}]}))
+    server = FakeServer()
+
+    async def statuses() -> list[int]:
+        async with client(server, key_file=path) as http:
+            good = {"authorization": f"Bearer {key}"}
+            found = [
+                await http.get("/health"),
+                await http.get("/v1/models"),
+                await http.post("/tokenize", json={"prompt": "a"}),
+                await http.post("/v1/chat/completions", json=CHAT),
+                await http.post("/v1/chat/completions", json=CHAT, headers=good),
+                await http.get("/v1/models", headers=good),
+                await http.get("/v1/models", headers=good),
+            ]
+            assert found[-1].headers["retry-after"]
+            assert found[3].json()["error"]["code"] == "invalid_api_key"
+            return [response.status_code for response in found]
+
+    assert asyncio.run(statuses()) == [200, 401, 401, 401, 200, 200, 429]
+    assert len(server.calls) == 1
+
+
+def test_the_log_line_has_numbers_and_no_text(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("deepseek_triton")
+    logger.propagate = True
+    with caplog.at_level(logging.INFO, "deepseek_triton"):
+        post("/v1/chat/completions", CHAT, FakeServer([final("ANSWER", "length", 3)]))
+        post("/v1/chat/completions", {**CHAT, "foo": 1}, FakeServer())
+    lines = [json.loads(r.message) for r in caplog.records if r.name.endswith("access")]
+    assert lines[0]["status"] == 200
+    assert lines[0]["finish_reasons"] == ["length"]
+    assert (lines[0]["prompt_tokens"], lines[0]["completion_tokens"]) == (5, 3)
+    assert lines[0]["first_token_seconds"] <= lines[0]["seconds"]
+    assert (lines[1]["status"], lines[1]["error"]) == (400, "unknown_parameter")
+    assert "SECRET" not in caplog.text and "ANSWER" not in caplog.text
+
+
+def test_pages_of_other_origins_are_let_in_only_if_named() -> None:
+    headers = {"origin": "http://page", "access-control-request-method": "POST"}
+
+    async def preflight(**options: Any) -> Any:
+        async with client(FakeServer(), **options) as http:
+            return await http.options("/v1/chat/completions", headers=headers)
+
+    assert "access-control-allow-origin" not in asyncio.run(preflight()).headers
+    allowed = asyncio.run(preflight(cors_origins=("http://page",)))
+    assert allowed.headers["access-control-allow-origin"] == "http://page"
+    other = asyncio.run(preflight(cors_origins=("http://other",)))
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_readiness_follows_the_servers() -> None:
+    async def status(*servers: FakeServer) -> tuple[int, int]:
+        async with client(*servers) as http:
+            return (await http.get("/health")).status_code, (await http.get("/ready")).status_code
+
+    assert asyncio.run(status(FakeServer(ready=False), FakeServer(url="b:1"))) == (200, 200)
+    assert asyncio.run(status(FakeServer(ready=False))) == (200, 503)
+
+
+def test_metrics_count_what_happened() -> None:
+    async def scrape() -> str:
+        async with client(FakeServer([final("x", tokens=4)])) as http:
+            await http.post("/v1/chat/completions", json=CHAT)
+            await http.post("/v1/chat/completions", json={**CHAT, "foo": 1})
+            await http.get("/made/up/path")
+            return (await http.get("/metrics")).text
+
+    text = asyncio.run(scrape())
+    prefix = "deepseek_triton_gateway_"
+    for line in (
+        f'{prefix}requests_total{{route="/v1/chat/completions",status="200"}} 1',
+        f'{prefix}requests_total{{route="/v1/chat/completions",status="400"}} 1',
+        f'{prefix}requests_total{{route="other",status="404"}} 1',
+        f"{prefix}completion_tokens_total 4",
+        f"{prefix}prompt_tokens_total 5",
+        f"{prefix}cached_tokens_total 4",
+        f'{prefix}server_ready{{server="fake:1"}} 1',
+        f"{prefix}first_token_seconds_count 1",
+        f'{prefix}first_token_seconds_bucket{{le="+Inf"}} 1',
+    ):
+        assert line in text.splitlines()
+
+
+async def leave_after(server: FakeServer, body: dict[str, Any], seconds: float) -> list[Any]:
+    """Send a request as an HTTP server does, and leave; return what was answered."""
+    app = create_app(GatewayOptions(FOLDER, servers=(server.url,)), MODEL, [server])  # type: ignore[list-item]
+    sent: list[Any] = []
+    arrived: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    arrived.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "scheme": "http",
+    }
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with app.router.lifespan_context(app):
+        running = asyncio.create_task(app(scope, arrived.get, send))
+        await asyncio.sleep(seconds)
+        assert not running.done()
+        arrived.put_nowait({"type": "http.disconnect"})
+        await asyncio.wait_for(running, 5.0)
+    return sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", [[None], [Piece("a"), None]], ids=["before", "after"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_cancels_its_request(stream: bool, script: list[Any], n: int) -> None:
+    server = FakeServer(script)
+    asyncio.run(leave_after(server, {**CHAT, "stream": stream, "n": n}, 0.1))
+    assert server.cancelled == n
+    assert server.in_flight == 0
+
+
+def test_an_unforeseen_error_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    response = chat(FakeServer([RuntimeError("SECRET")]))
+    assert response.status_code == 500
+    assert "SECRET" not in response.text
+    response = chat(FakeServer([ServerRefusal("x")]))
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
