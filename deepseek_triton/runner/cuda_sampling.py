@@ -34,9 +34,46 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
-    """As `greedy`, for rows that ask for more; on the host."""
-    token_ids, log_probs = sample(logits.float().cpu().numpy(), rows)
-    return torch.from_numpy(np.stack((token_ids, log_probs.view(np.int32))))
+    """As `greedy`, of logits [n, V] for n rows that ask for more.
+
+    On the device, but for rows with biased or allowed tokens: those sets live on the host.
+    """
+    on_host = any(row.allowed is not None or row.params.logit_bias for row in rows)
+    if on_host or not logits.is_cuda:
+        token_ids, log_probs = sample(logits.float().cpu().numpy(), rows)
+        return torch.from_numpy(np.stack((token_ids, log_probs.view(np.int32))))
+    from deepseek_triton.kernels.sampling import sample as sample_on_device
+    from deepseek_triton.kernels.sampling import sampling_row
+
+    settings = [sampling_row(row.params, row.uniform) for row in rows]
+    bans = [[i for i in (row.banned_id, *row.more_banned_ids) if i is not None] for row in rows]
+    most = max(map(len, bans))
+    banned = [ids + [-1] * (most - len(ids)) for ids in bans]
+    packed: Tensor = sample_on_device(
+        logits,
+        torch.tensor(settings, dtype=torch.float32, device=logits.device),
+        token_counts=_token_counts(rows, logits) if any(r.params.penalized for r in rows) else None,
+        banned=torch.tensor(banned, dtype=torch.int32, device=logits.device) if most else None,
+    )
+    return packed
+
+
+def _token_counts(rows: Sequence[RowSampling], logits: Tensor) -> Tensor:
+    """Return [n, V] int32 for rows with penalties: how often each token is in the output, and
+    whether it is in the prompt.
+    """
+    from deepseek_triton.kernels.sampling import IN_PROMPT
+
+    counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+    for i, row in enumerate(rows):
+        if row.params.penalized:
+            prompt, output = (
+                torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(logits.device)
+                for ids in (row.prompt_token_ids, row.output_token_ids)
+            )
+            counts[i].index_fill_(0, prompt, IN_PROMPT)
+            counts[i].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+    return counts
 
 
 def unpack(packed: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
