@@ -9,6 +9,8 @@ import triton.language as tl
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 from deepseek_triton.kernels.paged_decode import Partials
 
+_ROWS = 16  # rows of a program: the least that the tensor cores take
+
 
 def combine(partials: Partials, dtype: torch.dtype) -> torch.Tensor:
     """Return the attention's result [B, H, d]: the splits' values weighted by their lse."""
@@ -29,30 +31,27 @@ def combine_project(
     partials: Partials,
     w_uv: torch.Tensor,
     *,
-    block_b: int | None = None,
     block_v: int | None = None,
+    warps: int | None = None,
 ) -> torch.Tensor:
     """Join the splits and take each head's result [rank] through w_uv [H, rank, v]: [B, H · v].
 
-    The result has w_uv's dtype. Sums are float32; between the two the joined values are rounded.
+    All of one dtype. Sums are float32; between the two the joined values are rounded.
     """
     values, lse = partials.values, partials.lse
     batch, splits, heads, rank = values.shape
     v_dim = w_uv.shape[2]
     out = torch.empty(batch, heads * v_dim, dtype=w_uv.dtype, device=values.device)
-    if block_b is None:
-        block_b = 1 if batch == 1 else min(32, max(16, triton.next_power_of_2(batch)))
-    if block_v is None:
-        block_v = 32 if batch <= 16 else 64
+    block_v = block_v or (32 if batch <= 16 else 64)
     block_v = min(block_v, max(16, triton.next_power_of_2(v_dim)))
-    grid = (heads * triton.cdiv(v_dim, block_v), triton.cdiv(batch, block_b))
-    kernel = _combine_project_one if block_b == 1 else _combine_project
-    tiles = {} if block_b == 1 else {"BLOCK_B": block_b, "IEEE": w_uv.dtype == torch.float32}
-    kernel[grid](
+    block_b = 1 if batch == 1 else _ROWS
+    kernel = _combine_project_one if batch == 1 else _combine_project
+    tiles = {} if batch == 1 else {"BLOCK_B": block_b, "IEEE": w_uv.dtype == torch.float32}
+    kernel[(heads * triton.cdiv(v_dim, block_v), triton.cdiv(batch, block_b))](
         values, lse, w_uv, out, batch, splits,
         BLOCK_S=triton.next_power_of_2(splits), HEADS=heads,
         RANK=rank, BLOCK_D=max(16, triton.next_power_of_2(rank)), V_DIM=v_dim, BLOCK_V=block_v,
-        **tiles, **dependent_launch(values),
+        num_warps=warps or 8, **tiles, **dependent_launch(values),
     )  # fmt: skip
     return out
 
@@ -95,19 +94,42 @@ def _joined(
     """Return the joined values [BLOCK_D] float32 of one row and head."""
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
+    part = (row * splits + s) * HEADS + head
+    mask = (s < splits)[:, None] & (d < RANK)[None, :]
+    # A split without keys wrote no values; they are loaded nonetheless, not to wait for its lse.
+    values = tl.load(values_ptr + part[:, None] * RANK + d[None, :], mask=mask, other=0)
     if BLOCK_S == 1:
-        return tl.load(values_ptr + (row * HEADS + head) * RANK + d, mask=d < RANK, other=0).to(
-            tl.float32
-        )
-    else:
-        part = (row * splits + s) * HEADS + head
-        lse = tl.load(lse_ptr + part, mask=s < splits, other=float("-inf"))
-        top = tl.max(lse, axis=0)
-        weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-        weights = weights / tl.maximum(tl.sum(weights, axis=0), 1e-37)
-        mask = (weights > 0)[:, None] & (d < RANK)[None, :]  # a split without keys wrote no values
-        values = tl.load(values_ptr + part[:, None] * RANK + d[None, :], mask=mask, other=0)
-        return tl.sum(values * weights[:, None], axis=0)
+        return tl.sum(values.to(tl.float32), axis=0)
+    lse = tl.load(lse_ptr + part, mask=s < splits, other=float("-inf"))
+    top = tl.max(lse, axis=0)
+    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
+    weights = (weights / tl.maximum(tl.sum(weights, axis=0), 1e-37))[:, None]
+    return tl.sum(tl.where(weights > 0, values, 0.0).to(tl.float32) * weights, axis=0)
+
+
+@triton.jit
+def _joined_rows(
+    values_ptr, lse_ptr, row, head, valid, splits, BLOCK_S: tl.constexpr,
+    HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return the joined values [BLOCK_B, BLOCK_D] float32 of rows [BLOCK_B] and one head."""
+    TOGETHER: tl.constexpr = BLOCK_S if BLOCK_S < 4 else 4  # splits whose loads are in flight
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = valid[:, None] & (d < RANK)
+    if BLOCK_S == 1:
+        part = row[:, None] * HEADS + head
+        return tl.load(values_ptr + part * RANK + d, mask=mask, other=0).to(tl.float32)
+    whole = _joined_lse(lse_ptr, row, head, valid, splits, BLOCK_S, HEADS)
+    joined = tl.zeros(mask.shape, tl.float32)
+    for start in range(0, splits, TOGETHER):
+        for i in tl.static_range(TOGETHER):
+            there = start + i < splits
+            part = (row * splits + start + i) * HEADS + head
+            lse = tl.load(lse_ptr + part, mask=valid & there, other=float("-inf"))
+            values = tl.load(values_ptr + part[:, None] * RANK + d, mask=mask & there, other=0)
+            weights = tl.exp2(lse - whole)[:, None]
+            joined += tl.where(weights > 0, values, 0.0).to(tl.float32) * weights
+    return joined
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -153,36 +175,19 @@ def _combine_project(
     BLOCK_B: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) owns BLOCK_V results of one head of BLOCK_B rows."""
-    STEP: tl.constexpr = BLOCK_D if BLOCK_D < 128 else 128
     chunks: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // chunks
     row = tl.program_id(1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     v = tl.program_id(0) % chunks * BLOCK_V + tl.arange(0, BLOCK_V)
+    d = tl.arange(0, BLOCK_D)
     valid = row < batch
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    mask = (d < RANK)[:, None] & (v < V_DIM)[None, :]
     w_head = w_ptr + head.to(tl.int64) * RANK * V_DIM
+    w = tl.load(w_head + d[:, None] * V_DIM + v[None, :], mask=mask, other=0)
     await_inputs(PDL)
-    if BLOCK_S > 1:
-        whole = _joined_lse(lse_ptr, row, head, valid, splits, BLOCK_S, HEADS)
-    acc = tl.zeros([BLOCK_B, BLOCK_V], tl.float32)
-    for start in tl.static_range(0, BLOCK_D, STEP):
-        d = start + tl.arange(0, STEP)
-        mask = (d < RANK)[:, None] & (v < V_DIM)[None, :]
-        w = tl.load(w_head + d[:, None] * V_DIM + v[None, :], mask=mask, other=0)
-        valid_d = (d < RANK)[None, :]
-        if BLOCK_S == 1:
-            part = (row * HEADS + head)[:, None] * RANK + d[None, :]
-            joined = tl.load(values_ptr + part, mask=valid[:, None] & valid_d, other=0)
-        else:
-            joined = tl.zeros([BLOCK_B, STEP], tl.float32)
-            for s in range(splits):
-                part = (row * splits + s) * HEADS + head
-                lse = tl.load(lse_ptr + part, mask=valid, other=float("-inf"))
-                there = (valid & (lse > float("-inf")))[:, None] & valid_d
-                values = tl.load(
-                    values_ptr + part[:, None] * RANK + d[None, :], mask=there, other=0
-                )
-                joined += values * tl.exp2(lse - whole)[:, None]
-        acc = tl.dot(joined.to(w.dtype), w, acc, input_precision=precision)
+    joined = _joined_rows(
+        values_ptr, lse_ptr, row, head, valid, splits, BLOCK_S, HEADS, RANK, BLOCK_D
+    )
+    acc = tl.dot(joined.to(w.dtype), w, input_precision="ieee" if IEEE else "tf32")
     out = (row * HEADS + head)[:, None] * V_DIM + v[None, :]
     tl.store(out_ptr + out, acc, mask=valid[:, None] & (v < V_DIM)[None, :])

@@ -26,6 +26,7 @@ def latent_query(
     *,
     interleaved: bool,
     block_r: int = 128,
+    block_b: int | None = None,
 ) -> torch.Tensor:
     """Return queries [B, H, rank + rope] in the latent space; write the new rows into the pool.
 
@@ -37,7 +38,7 @@ def latent_query(
     heads, nope, rank = w_uk.shape
     rope = cos.shape[-1]
     out = torch.empty(batch, heads, rank + rope, dtype=q.dtype, device=q.device)
-    block_b = 1 if batch == 1 else min(64, max(16, triton.next_power_of_2(batch)))
+    block_b = block_b or (1 if batch == 1 else 16 if batch <= 64 else 64)
     block_r = min(block_r, max(16, triton.next_power_of_2(rank)))
     rows = min(_ROWS, block_b)
     programs = heads * triton.cdiv(rank, block_r)

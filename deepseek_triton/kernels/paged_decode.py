@@ -69,23 +69,21 @@ class Partials:
 
 
 def choose_tile(
-    batch: int, programs_per_split: int, heads: int, width: int, capacity: int, dtype: torch.dtype
+    batch: int, groups: int, heads: int, width: int, capacity: int, dtype: torch.dtype
 ) -> DecodeTile:
     """Choose a layout that gives each multiprocessor about one program.
 
-    `heads` share their keys, `width` numbers each; `capacity` keys are the most that a row has.
+    `heads` of each group share their keys, `width` numbers each; a row has up to `capacity` keys.
     """
-    block_h = min(32, max(16, triton.next_power_of_2(heads)))
     wide = triton.next_power_of_2(width) > 256
+    block_h = min(32 if wide else 64, max(16, triton.next_power_of_2(heads)))
     if dtype == torch.float32:
-        block_n, warps, stages = 16 if wide else 32, 4, 1
-    elif wide:
-        block_n, warps, stages = 64, 4, 2
+        block_n, stages = 16 if wide else 32, 1
     else:
-        block_n, warps, stages = 64, 4, 3
+        block_n, stages = 64, 2 if wide else 3
     tiles = max(1, triton.cdiv(capacity, block_n))
-    wanted = max(1, _PROGRAMS // (batch * programs_per_split))
-    return DecodeTile(min(wanted, tiles, _MAX_SPLITS), block_n, block_h, warps, stages)
+    wanted = max(1, _PROGRAMS // (batch * groups * triton.cdiv(heads, block_h)))
+    return DecodeTile(min(wanted, tiles, _MAX_SPLITS), block_n, block_h, 4, stages)
 
 
 def paged_decode(
@@ -113,8 +111,7 @@ def paged_decode(
     capacity = block_tables.shape[1] * k_pool.shape[1]
     group_size = heads // groups
     if tile is None:
-        per_split = groups * triton.cdiv(group_size, 64)
-        tile = choose_tile(batch, per_split, group_size, width, capacity, q.dtype)
+        tile = choose_tile(batch, groups, group_size, width, capacity, q.dtype)
     shape = (batch, tile.splits, heads)
     whole = tile.splits == 1
     values = torch.empty(*shape, value_dim, dtype=q.dtype, device=q.device)

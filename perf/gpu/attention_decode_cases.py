@@ -11,7 +11,7 @@ import torch
 from linear_check_cases import DEVICE, DTYPE, Case, randn, relative
 
 from deepseek_triton.kernels.append_kv import append_grouped_query, append_grouped_query_reference
-from deepseek_triton.kernels.combine import combine_project
+from deepseek_triton.kernels.combine import combine_project, combine_project_reference
 from deepseek_triton.kernels.grouped_query_decode import (
     grouped_query_decode,
     grouped_query_decode_reference,
@@ -23,7 +23,12 @@ from deepseek_triton.kernels.latent_decode import (
     latent_decode_reference,
 )
 from deepseek_triton.kernels.latent_query import latent_query
-from deepseek_triton.kernels.paged_decode import DecodeTile, KeyFilter, paged_decode
+from deepseek_triton.kernels.paged_decode import (
+    DecodeTile,
+    KeyFilter,
+    Partials,
+    paged_decode,
+)
 
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128
 WIDTH = RANK + ROPE
@@ -41,6 +46,8 @@ def decode_cases(sweep: bool) -> Iterator[Case]:
         yield from latent_parts(batch, context, 16)
         if sweep and (context == 1024 or batch == 64):
             yield from decode_sweep(batch, context, 16)
+    for batch, splits in ((1, 16), (8, 8), (8, 16), (64, 2), (64, 4)) if sweep else ():
+        yield from combine_sweep(batch, splits)
     for batch in (1, 8, 64):
         yield latent_whole(batch, 1024, 128)
         yield latent_bare(batch, 1024, 128)
@@ -115,15 +122,39 @@ def latent_bare(
 
 def decode_sweep(batch: int, context: int, heads: int) -> Iterator[Case]:
     """Yield `latent_bare` with other splits and tiles."""
-    head_tiles = (16,) if heads == 16 else (16, 32, 64)
-    per_row = 132 / batch / (heads / max(head_tiles))
-    splits = sorted({max(1, min(64, round(per_row * f))) for f in (0.25, 0.5, 1, 2)})
-    for count in splits:
-        for block_h in head_tiles:
-            for block_n, warps, stages in ((64, 8, 2), (64, 4, 2), (32, 4, 3), (32, 4, 2)):
-                tile = DecodeTile(count, block_n, block_h, warps, stages)
-                name = f"  s{count} n{block_n} h{block_h} w{warps} st{stages}"
-                yield latent_bare(batch, context, heads, tile, f"b{batch} ctx{context}{name}")
+    tiles = ((64, 16, 4, 2), (64, 16, 4, 1), (64, 16, 8, 1), (128, 16, 8, 1), (32, 16, 4, 1))
+    if heads > 16:
+        tiles = ((64, 32, 4, 2), (64, 32, 4, 1), (64, 64, 8, 1), (64, 32, 8, 1))
+    rows = batch * max(1, heads // 32)
+    splits = sorted({max(1, min(64, round(132 / rows * f))) for f in (0.5, 1, 2, 4)})
+    for block_n, block_h, warps, stages in tiles:
+        for count in splits:
+            tile = DecodeTile(count, block_n, block_h, warps, stages)
+            name = f"  s{count} n{block_n} h{block_h} w{warps} st{stages}"
+            yield latent_bare(batch, context, heads, tile, f"b{batch} ctx{context}{name}")
+
+
+def combine_sweep(batch: int, splits: int, heads: int = 16) -> Iterator[Case]:
+    """Yield the last launch with other tiles."""
+
+    def prepare(block_v: int, warps: int) -> Callable[[int], torch.Tensor]:
+        w_uv = [randn(heads, RANK, VALUE, scale=RANK**-0.5) for _ in range(24)]
+        values = randn(batch, splits, heads, RANK)
+        lse = torch.randn(batch, splits, heads, device=DEVICE)
+        partials = Partials(values, lse if splits > 1 else None)
+
+        def run(i: int) -> torch.Tensor:
+            return combine_project(partials, w_uv[i % 24], block_v=block_v, warps=warps)
+
+        run.want = lambda: combine_project_reference(partials, w_uv[0])
+        return run
+
+    for block_v, warps in ((16, 4), (16, 8), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)):
+        yield Case(
+            f"combine b{batch} s{splits} v{block_v} w{warps}",
+            partial(prepare, block_v, warps), lambda run: relative(run(0), run.want()),
+            heads * RANK * VALUE * 2.0,
+        )  # fmt: skip
 
 
 def latent_whole(batch: int, context: int, heads: int) -> Case:

@@ -92,7 +92,7 @@ class TestCombine:
     def partials(self, batch: int, splits: int, rank: int) -> Partials:
         values, lse = randn(batch, splits, 3, rank), randn(batch, splits, 3, scale=4)
         empty = torch.rand(batch, splits, 3, generator=RNG) < 0.3
-        empty[0] = True  # a row without keys
+        empty[0], empty[1:, 0] = True, False  # the first row has no keys
         values[empty], lse[empty] = torch.nan, -INF
         return Partials(values, lse)
 
