@@ -15,11 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from deepseek_triton.kernels.experts_int4 import one_token_down_int4
 from deepseek_triton.kernels.experts_one_token import one_token
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 from deepseek_triton.kernels.routing import group_pairs
-from deepseek_triton.kernels.tiles import dense_product, int4_product
+from deepseek_triton.kernels.tiles import dense_product, int4_product, int4_product_few
 
 Matrices: TypeAlias = "torch.Tensor | Int4Tensor"  # one matrix for each expert
 FEW_TOKENS = 64  # up to here tokens are matched by each program; beyond, sorted first
@@ -59,6 +60,10 @@ def experts(
     hidden = torch.empty(ids.numel(), hidden_size, dtype=x.dtype, device=x.device)
     if tokens == 1 and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
         one_token(x, ids, weights, gate_up, down, hidden, residual, out)
+        return out
+    if tokens == 1 and isinstance(down, Int4Tensor):
+        _Few()(x, ids, weights, gate_up, hidden, down=False)
+        one_token_down_int4(hidden, ids, weights, down, residual, out)
         return out
     partial = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
     product: _Few | _Grouped = _Few()
@@ -133,7 +138,7 @@ class _Few:
     ) -> None:
         num_experts, features, width = matrix.shape
         tokens, pairs = ids.shape
-        tile = few_tile(tokens, width, a.dtype)
+        tile = few_tile(tokens, width, a.dtype, int4=_is_int4(matrix))
         owners = pairs if tokens == 1 else num_experts
         _few_product[(triton.cdiv(features, tile.block_n), owners)](
             a, ids, weights, *_operands(matrix), out, tokens, features,
@@ -171,12 +176,14 @@ class _Grouped:
         )  # fmt: skip
 
 
-def few_tile(tokens: int, width: int, dtype: torch.dtype) -> ExpertTile:
+def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> ExpertTile:
     """Choose tiles for up to FEW_TOKENS tokens: many bytes in flight on each multiprocessor."""
-    block_t = max(16, triton.next_power_of_2(tokens))
+    block_t = max(8 if int4 else 16, triton.next_power_of_2(tokens))
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
         return ExpertTile(block_t, 16, min(whole, 32), 4, 2)
+    if int4:
+        return ExpertTile(block_t, 32, 512, 4, 3)
     return ExpertTile(block_t, 64, min(whole, 128), 4, 4)
 
 
@@ -256,13 +263,19 @@ def _tile_product(
             K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, IEEE,
         )  # fmt: skip
     else:
-        code_rows = matrix_ptr + row * ((K + 127) // 128 * 32)
+        word_rows = matrix_ptr + row * ((K + 127) // 128 * 32)
         table = expert.to(tl.int64) * features * ((K + GROUP - 1) // GROUP) + n
         zeros = zeros_ptr + table if zeros_ptr is not None else None
-        acc = int4_product(
-            a_rows, valid_m, code_rows, valid_n, scales_ptr + table, zeros, features,
-            K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE,
-        ).T  # fmt: skip
+        if BLOCK_M <= 16:
+            acc = int4_product_few(
+                a_rows, valid_m, word_rows, valid_n, scales_ptr + table, zeros, features,
+                K, BLOCK_M, BLOCK_N, (BLOCK_K + 127) // 128, STAGES, GROUP, ASM, IEEE,
+            ).T  # fmt: skip
+        else:
+            acc = int4_product(
+                a_rows, valid_m, word_rows, valid_n, scales_ptr + table, zeros, features,
+                K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE,
+            ).T  # fmt: skip
     _store_tile(acc, pair, valid_m, first, weights_ptr, out_ptr, features, BLOCK_M, BLOCK_N, DOWN)
 
 
@@ -289,10 +302,10 @@ def _few_product(
         pair = tl.max(tl.where(ids == expert, t[:, None] * PAIRS + p, -1), axis=1)
     chosen = (pair >= 0).to(tl.int32)
     count = tl.sum(chosen, axis=0)
-    if (count > 16) | ((BLOCK_T == 16) & (count > 0)):
+    if (count > 16) | ((BLOCK_T <= 16) & (count > 0)):
         _tile_product(
             a_ptr, pair, expert, first, weights_ptr, matrix_ptr, scales_ptr, zeros_ptr, out_ptr,
-            features, K, PAIRS, BLOCK_T, BLOCK_N, BLOCK_K if BLOCK_T == 16 else BLOCK_K // 2,
+            features, K, PAIRS, BLOCK_T, BLOCK_N, BLOCK_K if BLOCK_T <= 16 else BLOCK_K // 2,
             STAGES, DOWN, GROUP, ASM, IEEE,
         )  # fmt: skip
     elif count > 0:

@@ -131,3 +131,66 @@ def int4_product(
                 acc += part * scale
                 part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     return acc
+
+
+@triton.jit
+def load_int4_blocks(word_rows, valid_n, at, inside):
+    """Return the words [STEP, BLOCK_N, 32] of blocks that begin `at` [STEP] words into a row."""
+    word = at[:, None, None] + tl.arange(0, 32)[None, None, :]
+    mask = inside[:, None, None] & valid_n[None, :, None]
+    return tl.load(word_rows[None, :, None] + word, mask=mask, other=0)
+
+
+@triton.jit
+def int4_block_product(
+    words, block, a_rows, a_at, valid_m, scales, zeros, table_at, valid_n, stride,
+    K: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """Return w · aᵀ of each block by itself: [STEP, BLOCK_N, BLOCK_M] float32.
+
+    Blocks are the batch of one product, so that warps share the columns rather than the rows and
+    every scale meets the sum it belongs to. `block` [STEP] counts blocks of 128 columns; what
+    a_rows, scales and zeros point at lies `a_at` and `table_at` [STEP] elements further on.
+    """
+    dtype: tl.constexpr = a_rows.dtype.element_ty
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    symmetric: tl.constexpr = 1032.0 if dtype == tl.float16 else 136.0
+    shape: tl.constexpr = [words.shape[0], words.shape[1], a_rows.shape[0]]
+    quarters = spread(words, dtype, ASM)
+    acc = tl.zeros(shape, tl.float32)
+    part = tl.zeros(shape, tl.float32)
+    for q in tl.static_range(4):
+        k = block[:, None] * 128 + q * 32 + tl.arange(0, 32)[None, :]
+        inside = (k < K)[:, None, :] & valid_m[None, :, None]
+        a_column = (k + a_at[:, None])[:, None, :]
+        a = tl.load(a_rows[None, :, None] + a_column, mask=inside, other=0)
+        if q * 32 % GROUP == 0:
+            group = tl.minimum((block * 128 + q * 32) // GROUP, (K - 1) // GROUP)
+            at = (group * stride + table_at)[:, None]
+            scale = tl.load(scales[None, :] + at, mask=valid_n[None, :], other=0)[:, :, None]
+            if zeros is not None:
+                zero = tl.load(zeros[None, :] + at, mask=valid_n[None, :], other=0)[:, :, None]
+        w = quarters[q] - (zero if zeros is not None else symmetric)
+        part = tl.dot(w, tl.permute(a, 0, 2, 1), part, input_precision=precision)
+        if (q + 1) * 32 % GROUP == 0 or q == 3:
+            acc += part * scale.to(tl.float32)
+            part = tl.zeros(shape, tl.float32)
+    return acc
+
+
+@triton.jit
+def int4_product_few(
+    a_rows, valid_m, word_rows, valid_n, scales, zeros, stride,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """As `int4_product`, for up to 16 rows of a: STEP blocks of 128 columns at a time."""
+    acc = tl.zeros([STEP, BLOCK_N, BLOCK_M], tl.float32)
+    for first in tl.range(0, (K + 127) // 128, STEP, num_stages=STAGES):
+        block = first + tl.arange(0, STEP)
+        words = load_int4_blocks(word_rows, valid_n, block * 32, block < (K + 127) // 128)
+        acc += int4_block_product(
+            words, block, a_rows, block * 0, valid_m, scales, zeros, block * 0, valid_n, stride,
+            K, GROUP, ASM, IEEE,
+        )  # fmt: skip
+    return tl.sum(acc, axis=0)
