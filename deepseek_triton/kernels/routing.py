@@ -70,7 +70,8 @@ def router(
     grid = (triton.cdiv(experts, block_e), triton.cdiv(tokens, block_t))
     _router[grid](
         x, weight, norm_weight, normed, logits, tokens, experts, eps,
-        D=width, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=_block(width, 1024),
+        D=width, BLOCK_T=block_t, BLOCK_E=block_e,
+        BLOCK_D=_block(width, 2048 if tokens <= 16 else 1024),
         **dependent_launch(x),
     )  # fmt: skip
     return normed, logits
@@ -176,13 +177,13 @@ def _router(
     x_rows = x_ptr + t.to(tl.int64)[:, None] * D
     await_inputs(PDL)
     squares = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
+    for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)[None, :]
         x = tl.load(x_rows + d, mask=valid_t[:, None] & (d < D), other=0).to(tl.float32)
         squares += x * x
     scale = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
     acc = tl.zeros([BLOCK_T, BLOCK_E, BLOCK_D], tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
+    for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)[None, :]
         mask = valid_t[:, None] & (d < D)
         x = tl.load(x_rows + d, mask=mask, other=0)

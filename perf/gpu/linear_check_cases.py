@@ -15,7 +15,7 @@ from deepseek_triton.kernels import linear_int4 as int4_module
 from deepseek_triton.kernels.experts import ExpertTile, experts, experts_reference
 from deepseek_triton.kernels.int4_tensor import Int4Tensor, pack_int4
 from deepseek_triton.kernels.linear import linear, linear_reference
-from deepseek_triton.kernels.linear_int4 import linear_int4
+from deepseek_triton.kernels.linear_int4 import Int4Tile, linear_int4
 from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference, router
 
 DEVICE = "cuda"
@@ -181,7 +181,9 @@ def int4_case(
         return relative(y, linear_reference(x, weight.dense()))
 
     kind = "sym" if symmetric else "zero"
-    name = f"int4 g{group} {kind} M={rows} {width}->{features}" + (f" {tile}" if tile else "")
+    name = f"int4 g{group} {kind} M={rows} {width}->{features}" + (
+        f" {_short(tile)}" if tile else ""
+    )
     moved = features * width * (0.5 + 2 / group)
     return Case(name, prepare, check, moved, 2 * rows * features * width, calls=48)
 
@@ -199,19 +201,20 @@ def int4_cases(sweep: bool) -> Iterator[Case]:
     yield int4_case(8, 2048, 2048, 64, False)
     yield int4_case(4096, 3648, 2048, 128, True)
     yield int4_case(300, 1000, 1112, 32, False)
-    if sweep:
-        for tile in (
-            (16, 32, 2, 4),
-            (16, 32, 4, 4),
-            (16, 16, 1, 6),
-            (16, 64, 4, 6),
-            (16, 64, 4, 3),
-        ):
-            yield int4_case(1, 3648, 2048, 128, True, tile)
-        for tile in ((64, 64, 4, 3), (32, 64, 4, 4), (64, 128, 4, 3)):
-            yield int4_case(64, 3648, 2048, 128, True, tile)
-        for tile in ((64, 128, 4, 3), (128, 128, 4, 3), (128, 128, 8, 4), (256, 128, 8, 3)):
-            yield int4_case(4096, 3648, 2048, 128, True, tile)
+    if not sweep:
+        return
+    for tile in (
+        Int4Tile(8, 32, 4, 3, 4),
+        Int4Tile(8, 16, 4, 3, 4),
+        Int4Tile(8, 32, 4, 1, 16),
+        Int4Tile(8, 16, 8, 1, 16),
+    ):
+        for rows in (1, 8):
+            yield int4_case(rows, 3648, 2048, 128, True, tile)
+    for tile in (Int4Tile(64, 32, 4, 3, 4), Int4Tile(64, 64, 4, 3, 2), Int4Tile(64, 64, 4, 3)):
+        yield int4_case(64, 3648, 2048, 128, True, tile)
+    for tile in (Int4Tile(64, 128, 4, 3), Int4Tile(128, 128, 4, 3), Int4Tile(128, 128, 8, 4)):
+        yield int4_case(4096, 3648, 2048, 128, True, tile)
 
 
 # ----------------------------------------------------------------------------------------- routing
@@ -382,9 +385,16 @@ def expert_cases(sweep: bool) -> Iterator[Case]:
     ):
         yield expert_case(8, V2_LITE, "bf16", ExpertTile(16, block_n, block_k, warps, stages))
         yield expert_case(64, V2_LITE, "bf16", ExpertTile(64, block_n, block_k, warps, stages))
-    for block_n, warps, stages in ((64, 4, 3), (64, 4, 6), (128, 8, 4), (128, 4, 4)):
+    for block_n, block_k, warps, stages in (
+        (16, 512, 4, 3),
+        (32, 512, 4, 4),
+        (32, 1024, 4, 2),
+        (32, 1024, 8, 3),
+        (64, 512, 4, 3),
+        (64, 256, 2, 4),
+    ):
         for tokens in (1, 8, 64):
-            shape = ExpertTile(max(16, tokens), block_n, 128, warps, stages)
+            shape = ExpertTile(max(8, tokens), block_n, block_k, warps, stages)
             yield expert_case(tokens, V2_LITE, "int4", shape)
     for block_n, block_k, warps, stages in (
         (128, 64, 8, 3),
