@@ -20,7 +20,7 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 GATEWAY_PORT ?= 8080
 # Recipes read what the user gave from the environment, where no quote or space can break them.
-export OUT CHECKPOINT ENGINE PRECISION TARGET DRAFT METHOD GROUP SYMMETRIC CALIBRATION TEXT REFERENCE ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT GATEWAY_PORT TRITON API_KEYS
+export OUT CHECKPOINT ENGINE PRECISION TARGET DRAFT INT4_ACCURACY METHOD GROUP SYMMETRIC CALIBRATION TEXT REFERENCE ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT GATEWAY_PORT TRITON API_KEYS
 
 .PHONY: help setup setup-test demo checkpoint engine quantize evaluate serve gateway up check test perf-smoke clean
 
@@ -46,14 +46,14 @@ setup: $(VENV)/.setup ## install everything that serving needs into .venv
 
 setup-test: $(VENV)/.setup-test ## install what the tests need as well
 
-demo: setup ## [ARCH=v2-lite|v2|v3]: build an engine, serve it, stream one completion over gRPC and HTTP
+demo: setup ## [ARCH=v2-lite|v2|v3|llama|coder|qwen2|moe]: build an engine, serve it, stream one completion over gRPC and HTTP
 	@$(BIN)/python build_scripts/demo.py --arch "$$ARCH"
 
-checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3] [SEED=0]: write a small random checkpoint
+checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3|llama|coder|qwen2|moe] [SEED=0]: write a small random checkpoint
 	@$(BIN)/python build_scripts/make_checkpoint.py --out "$$OUT" --arch "$${ARCH:-v2-lite}" --seed "$$SEED"
 
-engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime] [DRAFT=mtp]: build an engine directory (more: docs/tensorrt.md, docs/tensorrt-llm.md)
-	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET" --draft "$$DRAFT" \
+engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime] [DRAFT=mtp] [INT4_ACCURACY=4|0]: build an engine directory (more: docs/tensorrt.md, docs/tensorrt-llm.md)
+	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET" --draft "$$DRAFT" --int4-accuracy "$$INT4_ACCURACY" \
 		--max-batch "$$MAX_BATCH" --max-prefill "$$MAX_PREFILL" --max-chunk "$$MAX_CHUNK" --max-context "$$MAX_CONTEXT" \
 		--tp "$$TP" --pp "$$PP" --ep "$$EP" --sm "$$SM" --timing-cache "$$TIMING_CACHE"
 

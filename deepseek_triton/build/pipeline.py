@@ -53,12 +53,13 @@ def build_engine(
     limits: CallLimits | None = None,
     timing_cache: Path | None = None,
     parallel: Parallel | None = None,
+    int4_accuracy_level: int | None = None,
 ) -> Manifest:
     """Build the engine directory `engine_dir` from a Hugging Face checkpoint; return its manifest.
 
     `draft` adds the checkpoint's multi-token-prediction layer, for speculative decoding. `limits`
     and `timing_cache` (a file that is read, if there, and written) are for targets that compile,
-    `parallel` for tensorrt_llm.
+    `parallel` for tensorrt_llm, `int4_accuracy_level` (4 or 0) for onnxruntime.
 
     Weights stream from file to file: memory stays near the largest tensor. An engine directory that
     exists already is replaced at the very end.
@@ -72,6 +73,7 @@ def build_engine(
     block_size = _check_options(builder, target, block_size, draft, parallel)
     spec, reader = _open_checkpoint(checkpoint_dir, draft)
     limits = _limits(target, builder, spec, limits, timing_cache)
+    level = _int4_accuracy_level(builder, target, reader, int4_accuracy_level)
     with create_engine_dir(engine_dir) as folder:
         if builder.write is not None:
             sizes = {"limits": limits, "parallel": parallel or Parallel()}
@@ -80,7 +82,7 @@ def build_engine(
             model_path = export_portable(
                 spec, reader, folder, precision=precision, block_size=block_size, draft=draft
             )
-            model_path = _rewrite(builder, model_path, limits, timing_cache)
+            model_path = _rewrite(builder, model_path, limits, timing_cache, level)
         tokenizer_files = _copy_tokenizer(checkpoint_dir, folder)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
@@ -97,6 +99,7 @@ def build_engine(
             tokenizer_files=tokenizer_files,
             files=describe_files(folder),
             limits=limits,
+            int4_accuracy_level=level,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     logger.info("built %s for %s, %s", engine_dir, target, precision)
@@ -127,6 +130,7 @@ def is_current(
         and manifest.kv_cache.block_size == (block_size or builder.block_size)
         and (manifest.draft_file is not None) == draft
         and manifest.limits == _limits(target, builder, manifest.model, limits, None)
+        and manifest.int4_accuracy_level in (None, *builder.int4_accuracy_levels[:1])
         and manifest.versions == builder.versions()
         and manifest.checkpoint == describe_checkpoint(checkpoint_dir)
     )
@@ -165,6 +169,10 @@ def _check_options(
 def _open_checkpoint(folder: Path, draft: bool) -> tuple[ModelSpec, CheckpointReader]:
     """Return what is in a checkpoint folder, after checking that nothing is missing."""
     spec = read_model_spec(folder)
+    if draft and spec.architecture != "deepseek_v3":
+        raise ConfigError(
+            f"DRAFT: a {spec.architecture} model has no multi-token-prediction layer; leave it out"
+        )
     reader = open_checkpoint(folder, spec)
     validate_checkpoint(reader, spec, draft=draft)
     if not (folder / TOKENIZER_FILES[0]).is_file():
@@ -175,11 +183,18 @@ def _open_checkpoint(folder: Path, draft: bool) -> tuple[ModelSpec, CheckpointRe
 
 
 def _rewrite(
-    target: Target, model_path: Path, limits: CallLimits | None, timing_cache: Path | None
+    target: Target,
+    model_path: Path,
+    limits: CallLimits | None,
+    timing_cache: Path | None,
+    int4_accuracy_level: int | None,
 ) -> Path:
     """Turn the portable model into the target's, in its folder; return the file to load."""
     portable = describe_portable(model_path)
-    target.build(model_path)
+    if int4_accuracy_level is None:
+        target.build(model_path)
+    else:
+        target.build(model_path, int4_accuracy_level)
     write_report(model_path.parent, portable, model_path)
     if target.compile is None or limits is None:
         return model_path
@@ -202,6 +217,19 @@ def _limits(
             "MAX_CONTEXT, SM and TIMING_CACHE"
         )
     return None
+
+
+def _int4_accuracy_level(
+    target: Target, name: str, reader: CheckpointReader, level: int | None
+) -> int | None:
+    """Return the accuracy level of INT4 kernels; None if nothing asks for one."""
+    levels = target.int4_accuracy_levels
+    if level is not None and level not in levels:
+        choice = f"choose {' or '.join(map(str, levels))}" if levels else "leave it out"
+        raise ConfigError(f"INT4_ACCURACY: {name} has no level {level}; {choice}")
+    if not levels or reader.int4_group_size() is None:
+        return None
+    return levels[0] if level is None else level
 
 
 def kv_cache_spec(spec: ModelSpec, precision: str, block_size: int, draft: bool) -> KVCacheSpec:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parity
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ["v2", "v3_all_dense"])
+@pytest.mark.parametrize("name", ["v2", "v3_all_dense", "qwen2"])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_logits_are_within_the_rounding_of_transformers(
     tmp_path: Path, name: str, precision: str

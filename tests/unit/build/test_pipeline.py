@@ -99,6 +99,12 @@ def test_an_engine_is_current_until_anything_it_was_made_from_changes(
     assert not is_current(engine, checkpoint)
 
 
+def test_a_draft_needs_the_architecture_that_has_one(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="DRAFT: a deepseek_v2 model has no multi-token-pred"):
+        build_engine(checkpoint, tmp_path / "engine", draft=True)
+    assert not (tmp_path / "engine").exists()
+
+
 MEASURE = """
 import sys
 from pathlib import Path
