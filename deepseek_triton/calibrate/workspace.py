@@ -60,9 +60,9 @@ class Workspace:
         """Write the index of the weight files and make the folder the checkpoint."""
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         write_whole(self.folder / INDEX_FILE, json.dumps(index, indent=1) + "\n")
-        shutil.rmtree(self.folder / _RECORDS)
-        (self.folder / _SETTINGS).unlink()
-        self.folder.rename(self.out)
+        self.folder.rename(self.out)  # it is whole; the rest is tidying up
+        shutil.rmtree(self.out / _RECORDS)
+        (self.out / _SETTINGS).unlink()
 
     def _begin(self, settings: str) -> None:
         known = self.folder / _SETTINGS
