@@ -1,7 +1,9 @@
-"""Fetch perf_analyzer, without root, into .cache/tools/.
+"""Fetch perf_analyzer and aiperf, without root, into .cache/tools/.
 
 The last tritonclient wheel that ships it and runs on glibc 2.31 or later is 2.51.0. The libraries
 that it links to and a bare machine lacks come with the nvidia-pytriton package.
+
+aiperf needs other versions of packages that this project pins: it gets an environment of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 TOOLS_DIR = Path(__file__).resolve().parents[1] / ".cache" / "tools"
 WHEEL = "tritonclient==2.51.0"
 MEMBER = "tritonclient-2.51.0.data/data/bin/perf_analyzer"
+AIPERF = "aiperf==0.13.0"
 LIBRARIES = ("libb64", "libcudart", "libssl", "libcrypto")
 
 
@@ -42,6 +45,28 @@ def perf_analyzer(tools_dir: Path = TOOLS_DIR) -> list[str]:
     except subprocess.CalledProcessError as error:
         raise ToolError(f"perf_analyzer does not start: {error.stderr.strip()}") from error
     return command
+
+
+def aiperf(tools_dir: Path = TOOLS_DIR) -> Path:
+    """Return the aiperf program, installed if need be: 1.2 GB, some minutes.
+
+    Raises:
+        ToolError: it could not be installed.
+    """
+    folder = tools_dir / AIPERF.replace("==", "-")
+    program = folder / "bin" / "aiperf"
+    if program.exists():
+        return program
+    tools_dir.mkdir(parents=True, exist_ok=True)
+    # Scripts hold their environment's path: it is made in its place, and the program comes last.
+    for command in (
+        [sys.executable, "-m", "venv", "--clear", str(folder)],
+        [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", AIPERF],
+    ):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise ToolError(f"{AIPERF} could not be installed: {result.stderr.strip()[-500:]}")
+    return program
 
 
 def _fetch(program: Path) -> None:
