@@ -185,13 +185,25 @@ def _visible(
 
 
 @triton.jit
-def _blocks(table_ptr, tile, last, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the pool block of each key of a tile: a scalar if the tile lies within one block."""
-    start = tl.minimum(tile, last - 1) * BLOCK_N  # a tile beyond the last is not used
+def _slots(table_ptr, tile, tiles, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return the pool slot of a tile's first key, or of each key if it goes over several blocks."""
+    start = tl.maximum(tl.minimum(tile, tiles - 1), 0) * BLOCK_N  # beyond the last it is not used
     if BLOCK_SIZE >= BLOCK_N:
-        return tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + start % BLOCK_SIZE
     else:
-        return tl.load(table_ptr + (start + tl.arange(0, BLOCK_N)) // BLOCK_SIZE).to(tl.int64)
+        at = start + tl.arange(0, BLOCK_N)
+        block = tl.load(table_ptr + at // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + at % BLOCK_SIZE
+
+
+@triton.jit
+def _rows(ptr, slot, ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return pointers [BLOCK_N, 1] to the rows of a tile, `slot` being what `_slots` returns."""
+    if BLOCK_SIZE >= BLOCK_N:  # distances within a block do not change: they cost nothing
+        return (ptr + slot * ROW) + (tl.arange(0, BLOCK_N) * ROW)[:, None]
+    else:
+        return ptr + (slot * ROW)[:, None]
 
 
 @triton.jit
@@ -213,21 +225,26 @@ def _load_columns(column_ptr, valid, DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _passing(
-    key, slot, length, row, kept, sink, retained_ptr, block_mask_ptr, mask_row,
-    key_experts_ptr, query_experts_ptr, BLOCK_SIZE: tl.constexpr,
+    key, slot, length, row, retained, sink, retained_ptr, block_mask_ptr, mask_row,
+    key_experts_ptr, query_experts_ptr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return which keys [BLOCK_N] any of the program's heads looks at."""
+    """Return the keys [BLOCK_N] that any head looks at, and those of each [BLOCK_N, BLOCK_H]."""
     seen = key < length
     if retained_ptr is not None:
-        seen = seen & ((key >= length - kept) | (key < sink))
+        seen = seen & ((key >= length - tl.max(retained, axis=0)) | (key < sink))
     if block_mask_ptr is not None:
         index = key // BLOCK_SIZE
         word = tl.load(block_mask_ptr + row * mask_row + index // 32, mask=seen, other=0)
         seen = seen & (((word >> (index % 32)) & 1) == 1)
     if query_experts_ptr is not None:
-        expert = tl.load(query_experts_ptr + row)
-        seen = seen & (tl.load(key_experts_ptr + slot, mask=seen, other=0) == expert)
-    return seen
+        slots = slot + tl.arange(0, BLOCK_N) if BLOCK_SIZE >= BLOCK_N else slot
+        expert = tl.load(key_experts_ptr + slots, mask=seen, other=0)
+        seen = seen & (expert == tl.load(query_experts_ptr + row))
+    visible = seen[:, None]
+    if retained_ptr is not None:
+        recent = key[:, None] >= length - retained[None, :]
+        visible = visible & (recent | (key < sink)[:, None])
+    return seen, visible
 
 
 @triton.jit
@@ -246,19 +263,17 @@ def _attend(
 
 @triton.jit
 def _scores(
-    k_rows, v_pool_ptr, slot, group, seen, q, q_rope,
-    V_ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    k_rows, v_rows, seen, q, q_rope, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROPE: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the products [BLOCK_N, BLOCK_H] of keys at k_rows and queries, and the values."""
+    """Return the products [BLOCK_N, BLOCK_H] of keys and queries, and the values."""
     k = _load_rows(k_rows, seen, DIM, BLOCK_D)
     scores = tl.dot(k, q, input_precision=PRECISION)
     if ROPE > 0:
         k_rope = _load_rows(k_rows + DIM, seen, ROPE, BLOCK_R)
         scores = tl.dot(k_rope, q_rope, scores, input_precision=PRECISION)
     v = k
-    if v_pool_ptr is not None:
-        v_rows = v_pool_ptr + slot[:, None] * V_ROW + group * DIM
+    if v_rows is not None:
         v = _load_rows(v_rows, seen, DIM, BLOCK_D)
     return scores, v
 
@@ -300,30 +315,25 @@ def _paged_decode(
     retained = head
     if retained_ptr is not None:
         retained = tl.load(retained_ptr + head, mask=valid_h, other=0)
-    kept = tl.max(retained, axis=0)
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)  # added up over keys once, after the loop
     acc = tl.zeros([BLOCK_D, BLOCK_H], tl.float32)
-    block = _blocks(table_ptr, first, tiles, BLOCK_N, BLOCK_SIZE)
+    slot = _slots(table_ptr, first, tiles, BLOCK_N, BLOCK_SIZE)
     for tile in tl.range(first, last, num_stages=STAGES):
         # The table is read a step ahead, so that the loads of keys need not wait for it.
-        next_block = _blocks(table_ptr, tile + 1, tiles, BLOCK_N, BLOCK_SIZE)
+        next_slot = _slots(table_ptr, tile + 1, tiles, BLOCK_N, BLOCK_SIZE)
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = block * BLOCK_SIZE + key % BLOCK_SIZE
-        seen = _passing(
-            key, slot, length, row, kept, sink, retained_ptr, block_mask_ptr, mask_row,
-            key_experts_ptr, query_experts_ptr, BLOCK_SIZE,
+        seen, visible = _passing(
+            key, slot, length, row, retained, sink, retained_ptr, block_mask_ptr, mask_row,
+            key_experts_ptr, query_experts_ptr, BLOCK_N, BLOCK_SIZE,
         )  # fmt: skip
-        visible = seen[:, None]
-        if retained_ptr is not None:
-            recent = key[:, None] >= length - retained[None, :]
-            visible = visible & (recent | (key < sink)[:, None])
-        scores, v = _scores(
-            k_pool_ptr + slot[:, None] * K_ROW + group * DIM, v_pool_ptr, slot, group, seen,
-            q, q_rope, V_ROW, DIM, BLOCK_D, ROPE, BLOCK_R, PRECISION,
-        )  # fmt: skip
+        k_rows = _rows(k_pool_ptr + group * DIM, slot, K_ROW, BLOCK_N, BLOCK_SIZE)
+        v_rows = None
+        if v_pool_ptr is not None:
+            v_rows = _rows(v_pool_ptr + group * DIM, slot, V_ROW, BLOCK_N, BLOCK_SIZE)
+        scores, v = _scores(k_rows, v_rows, seen, q, q_rope, DIM, BLOCK_D, ROPE, BLOCK_R, PRECISION)
         top, total, acc = _attend(scores, v, visible, top, total, acc, scale, PRECISION)
-        block = next_block
+        slot = next_slot
 
     whole = tl.sum(total, axis=0)
     result = (row * splits + tl.program_id(0)) * HEADS + head
