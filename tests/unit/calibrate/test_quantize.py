@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
 from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.calibrate import quantize as module
@@ -150,6 +153,40 @@ def test_round_to_nearest_reads_no_text_and_changes_nothing_else(
     exact = before[f"{name}.weight"].astype(np.float32)
     step = np.repeat(after[f"{name}.weight_scale"].astype(np.float32), 32, axis=1)
     assert (np.abs(weight_of(after, name, 32) - exact) <= 0.55 * step).mean() > 0.95
+
+
+def test_an_fp8_checkpoint_is_read_as_what_it_stands_for(checkpoint: Path, tmp_path: Path) -> None:
+    dense, narrow = tmp_path / "dense", tmp_path / "fp8"
+    (file,) = checkpoint.glob("*.safetensors")
+    tensors = load_torch(file)
+    fp8 = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and "proj" in name:
+            stored = (tensor.float() * 8).to(torch.float8_e4m3fn)
+            blocks = [-(-size // 128) for size in tensor.shape]
+            fp8 |= {name: stored, f"{name}_scale_inv": torch.full(blocks, 0.125)}
+            tensors[name] = (stored.float() / 8).to(tensor.dtype)
+        else:
+            fp8[name] = tensor
+    config = json.loads((checkpoint / "config.json").read_text())
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    for folder, weights, extra in (
+        (dense, tensors, {}),
+        (narrow, fp8, {"quantization_config": scheme}),
+    ):
+        folder.mkdir()
+        save_torch(weights, folder / file.name)
+        (folder / "config.json").write_text(json.dumps(config | extra))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((checkpoint / name).read_bytes())
+        quantize_checkpoint(folder, tmp_path / f"{folder.name}-out", OPTIONS, TEXT)
+    expected, found = (raw_tensors(tmp_path / f"{name}-out") for name in ("dense", "fp8"))
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    written = json.loads((tmp_path / "fp8-out" / "config.json").read_text())
+    assert written["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(
