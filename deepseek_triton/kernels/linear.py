@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
+from deepseek_triton.kernels.tiles import inverse_rms
 
 SMALL_ROWS = 64  # up to here our own kernels; beyond, cuBLAS
 
@@ -140,18 +141,6 @@ def _large(
 
 
 @triton.jit
-def _rstd(row_ptr, mask_m, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return 1 / sqrt(mean(x²) + eps) of the rows at row_ptr [BLOCK_M]."""
-    squares = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(row_ptr[:, None] + k[None, :], mask=mask_m[:, None] & (k < K)[None, :], other=0)
-        x = x.to(tl.float32)
-        squares += tl.sum(x * x, axis=1)
-    return tl.rsqrt(squares / K + eps)
-
-
-@triton.jit
 def _gemv_tile(w, x_ptr, norm_ptr, k, K: tl.constexpr):
     """Return partial sums of w [BLOCK_N, BLOCK_K] · (x ⊙ norm weight), and of x²."""
     x = tl.load(x_ptr + k, mask=k < K, other=0).to(tl.float32)
@@ -228,7 +217,7 @@ def _few_rows(
     x_rows = x_ptr + m * x_stride
     await_inputs(PDL)
     if norm_ptr is not None:
-        scale = _rstd(x_rows, valid_m, eps, K, BLOCK_M, BLOCK_K)
+        scale = inverse_rms(x_rows, valid_m, eps, K, BLOCK_M, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"

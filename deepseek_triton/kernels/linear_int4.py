@@ -12,12 +12,16 @@ import triton.language as tl
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 from deepseek_triton.kernels.linear import linear_reference
+from deepseek_triton.kernels.rms_norm import rms_norm
 from deepseek_triton.kernels.tiles import (
     int4_block_product,
     int4_product,
     int4_product_few,
+    inverse_rms,
     load_int4_blocks,
 )
+
+_FEW_ROWS = 16  # up to here blocks of columns are the batch of one product
 
 
 def linear_int4(
@@ -25,20 +29,26 @@ def linear_int4(
     weight: Int4Tensor,
     bias: torch.Tensor | None = None,
     *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x · weightᵀ + bias + residual: [M, N] in x's dtype.
+    """Return norm(x) · weightᵀ + bias + residual: [M, N] in x's dtype.
 
     x [M, K] and the scales are of one dtype; rows of x, `residual` and `out` contiguous, the last
-    two may be one tensor. Sums are float32.
+    two may be one tensor. `norm_weight` [K] applies an RMS norm to x first. Sums are float32.
     """
     rows, width = x.shape
+    if norm_weight is not None and rows > _FEW_ROWS:
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
     features = weight.shape[0]
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     tile = _tile(rows, features, width, x.dtype)
-    options: dict[str, Any] = {"STEP": tile.step} if tile.step else {}
+    options: dict[str, Any] = {}
+    if tile.step:
+        options = {"STEP": tile.step, "norm_ptr": norm_weight, "eps": eps}
     kernel = _few_rows if tile.step else _linear_int4
     kernel[(triton.cdiv(features, tile.block_n), triton.cdiv(rows, tile.block_m))](
         x, weight.codes, weight.scales, weight.zeros, bias, residual, out,
@@ -56,10 +66,14 @@ def linear_int4_reference(
     weight: Int4Tensor,
     bias: torch.Tensor | None = None,
     *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `linear_int4` in float64 on dequantised weights, rounded once."""
-    return linear_reference(x, weight.dense(), bias, residual=residual)
+    return linear_reference(
+        x, weight.dense(), bias, norm_weight=norm_weight, eps=eps, residual=residual
+    )
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,7 @@ class Int4Tile:
 
 
 def _tile(rows: int, features: int, width: int, dtype: torch.dtype) -> Int4Tile:
-    if rows <= 16:
+    if rows <= _FEW_ROWS:
         block_m = 8 if rows <= 8 else 16
         if dtype == torch.float32:
             return Int4Tile(block_m, 16, 4, 2, step=2)
@@ -114,7 +128,7 @@ def _linear_int4(
 @triton.jit
 def _few_rows(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr,
-    rows, features, x_stride, out_stride, residual_stride,
+    rows, features, x_stride, out_stride, residual_stride, norm_ptr, eps,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
     PDL: tl.constexpr,
@@ -131,16 +145,22 @@ def _few_rows(
         block = tl.arange(0, STEP)
         words = load_int4_blocks(word_rows, valid_n, block * 32, block < (K + 127) // 128)
         await_inputs(PDL)
+        norm_scale = (
+            inverse_rms(x_rows, valid_m, eps, K, BLOCK_M, 256) if norm_ptr is not None else None
+        )
         parts = int4_block_product(
             words, block, x_rows, block * 0, valid_m, scales, zeros, block * 0, valid_n, features,
-            K, GROUP, ASM, IEEE,
+            K, GROUP, ASM, IEEE, norm_ptr, norm_scale,
         )  # fmt: skip
         acc = tl.sum(parts, axis=0).T
     else:
         await_inputs(PDL)
+        norm_scale = (
+            inverse_rms(x_rows, valid_m, eps, K, BLOCK_M, 256) if norm_ptr is not None else None
+        )
         acc = int4_product_few(
             x_rows, valid_m, word_rows, valid_n, scales, zeros, features,
-            K, BLOCK_M, BLOCK_N, STEP, STAGES, GROUP, ASM, IEEE,
+            K, BLOCK_M, BLOCK_N, STEP, STAGES, GROUP, ASM, IEEE, norm_ptr, norm_scale,
         ).T  # fmt: skip
     _store(
         acc, m, n, valid_m, valid_n, bias_ptr, residual_ptr, out_ptr, out_stride, residual_stride

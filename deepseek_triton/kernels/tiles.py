@@ -145,12 +145,14 @@ def load_int4_blocks(word_rows, valid_n, at, inside):
 def int4_block_product(
     words, block, a_rows, a_at, valid_m, scales, zeros, table_at, valid_n, stride,
     K: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
+    norm_ptr=None, norm_scale=None,
 ):  # fmt: skip
     """Return w · aᵀ of each block by itself: [STEP, BLOCK_N, BLOCK_M] float32.
 
     Blocks are the batch of one product, so that warps share the columns rather than the rows and
     every scale meets the sum it belongs to. `block` [STEP] counts blocks of 128 columns; what
-    a_rows, scales and zeros point at lies `a_at` and `table_at` [STEP] elements further on.
+    a_rows, scales and zeros point at lies `a_at` and `table_at` [STEP] elements further on. With
+    norm_ptr, rows of a are first multiplied by norm_scale [BLOCK_M] and the norm's weights.
     """
     dtype: tl.constexpr = a_rows.dtype.element_ty
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
@@ -164,6 +166,9 @@ def int4_block_product(
         inside = (k < K)[:, None, :] & valid_m[None, :, None]
         a_column = (k + a_at[:, None])[:, None, :]
         a = tl.load(a_rows[None, :, None] + a_column, mask=inside, other=0)
+        if norm_ptr is not None:
+            norm = tl.load(norm_ptr + k, mask=k < K, other=0).to(tl.float32)[:, None, :]
+            a = (a.to(tl.float32) * norm_scale[None, :, None] * norm).to(dtype)
         if q * 32 % GROUP == 0:
             group = tl.minimum((block * 128 + q * 32) // GROUP, (K - 1) // GROUP)
             at = (group * stride + table_at)[:, None]
@@ -183,6 +188,7 @@ def int4_product_few(
     a_rows, valid_m, word_rows, valid_n, scales, zeros, stride,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
+    norm_ptr=None, norm_scale=None,
 ):  # fmt: skip
     """As `int4_product`, for up to 16 rows of a: STEP blocks of 128 columns at a time."""
     acc = tl.zeros([STEP, BLOCK_N, BLOCK_M], tl.float32)
@@ -191,6 +197,18 @@ def int4_product_few(
         words = load_int4_blocks(word_rows, valid_n, block * 32, block < (K + 127) // 128)
         acc += int4_block_product(
             words, block, a_rows, block * 0, valid_m, scales, zeros, block * 0, valid_n, stride,
-            K, GROUP, ASM, IEEE,
+            K, GROUP, ASM, IEEE, norm_ptr, norm_scale,
         )  # fmt: skip
     return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def inverse_rms(rows, valid_m, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return 1 / sqrt(mean(x²) + eps) of rows of K elements: [BLOCK_M] float32."""
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(rows[:, None] + k[None, :], mask=valid_m[:, None] & (k < K)[None, :], other=0)
+        x = x.to(tl.float32)
+        squares += tl.sum(x * x, axis=1)
+    return tl.rsqrt(squares / K + eps)

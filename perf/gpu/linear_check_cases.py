@@ -159,9 +159,17 @@ def random_int4(*shape: int, group: int = 128, symmetric: bool = True) -> Int4Te
 
 
 def int4_case(
-    rows: int, features: int, width: int, group: int, symmetric: bool, tile: Any = None
+    rows: int,
+    features: int,
+    width: int,
+    group: int,
+    symmetric: bool,
+    tile: Any = None,
+    *,
+    norm: bool = False,
 ) -> Case:
     """A W4A16 linear layer."""
+    options: dict[str, Any] = {}
 
     def prepare() -> Callable[[int], Any]:
         copies = max(2, min(48, int(200e6 / (features * width / 2))))
@@ -169,18 +177,22 @@ def int4_case(
             random_int4(features, width, group=group, symmetric=symmetric) for _ in range(copies)
         ]
         x, out = randn(rows, width), poisoned(rows, features)
+        if norm:
+            options.update(norm_weight=randn(width), eps=1e-6)
 
         def run(i: int) -> Any:
+            weight = weights[i % copies]
             with patch.object(int4_module, "_tile", (lambda *_: tile) if tile else _INT4_TILE):
-                return x, weights[i % copies], linear_int4(x, weights[i % copies], out=out)
+                return x, weight, linear_int4(x, weight, out=out, **options)
 
         return run
 
     def check(run: Callable[[int], Any]) -> float:
         x, weight, y = run(1)
-        return relative(y, linear_reference(x, weight.dense()))
+        return relative(y, linear_reference(x, weight.dense(), **options))
 
     kind = "sym" if symmetric else "zero"
+    kind += " norm" if norm else ""
     name = f"int4 g{group} {kind} M={rows} {width}->{features}" + (
         f" {_short(tile)}" if tile else ""
     )
@@ -195,6 +207,7 @@ def int4_cases(sweep: bool) -> Iterator[Case]:
     """Yield W4A16 linear layers."""
     for rows in (1, 8, 64):
         yield int4_case(rows, 3648, 2048, 128, True)
+        yield int4_case(rows, 3648, 2048, 128, True, norm=True)
         yield int4_case(rows, 2048, 2048, 128, False)
         yield int4_case(rows, 21888, 2048, 128, True)
         yield int4_case(rows, 2048, 10944, 32, True)

@@ -52,6 +52,16 @@ def test_bias_and_residual_in_place() -> None:
     assert relative_error(stream, want) < 1e-6
 
 
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("width", [300, 2500])
+def test_norm_before_the_product(rows: int, width: int) -> None:
+    weight, values = int4_weights(24, width, group_size=64, dtype=torch.float16, symmetric=False)
+    x, norm = torch.randn(rows, width).half(), torch.randn(width).half()
+    got = linear_int4(x, weight, norm_weight=norm, eps=1e-3)
+    want = torch.nn.functional.rms_norm(x.double(), (width,), norm.double(), 1e-3) @ values.T
+    assert relative_error(got, want) < 1.5e-3
+
+
 def test_zero_points_of_eight_count_as_none() -> None:
     packed, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 1)
     eight = torch.full((4, 1), 8, dtype=torch.uint8)
