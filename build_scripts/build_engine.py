@@ -34,6 +34,12 @@ def main() -> int:
         choices=["", "mtp"],
         help="mtp: speculative decoding with the checkpoint's multi-token-prediction layer",
     )
+    parser.add_argument(
+        "--int4-accuracy",
+        default="",
+        choices=["", "0", "4"],
+        help="of INT4 on ONNX Runtime: 4 (default) rounds activations to 8 bits, 0 does not",
+    )
     _add_limits(parser)
     args = parser.parse_args()
     if not args.checkpoint or not args.engine:
@@ -55,6 +61,7 @@ def main() -> int:
             limits=_limits(args),
             timing_cache=Path(args.timing_cache) if args.timing_cache else None,
             parallel=_parallel(args),
+            int4_accuracy_level=int(args.int4_accuracy) if args.int4_accuracy else None,
         )
     except DeepseekTritonError as error:
         print(f"error: {error}", file=sys.stderr)

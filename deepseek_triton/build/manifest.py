@@ -52,6 +52,7 @@ class Manifest:
     tokenizer_files: tuple[str, ...]
     files: tuple[FileEntry, ...]  # all but manifest.json, ascending by name
     limits: CallLimits | None = None  # of a compiled engine; None: any call may be run
+    int4_accuracy_level: int | None = None  # of ONNX Runtime's INT4 kernels (build/ort_int4.py)
 
     def to_json(self) -> str:
         """Return the manifest as the text of manifest.json."""

@@ -7,10 +7,11 @@
     new_<p>.<l> [B, S, W]                      <p>_pool_out.<l>, the same buffer as <p>_pool.<l>
     w_uk, w_uv [H, …]                          H weights each, the same bytes of the weights file
     Experts                                    ExpertsSparse: com.microsoft::MoE
+    LinearInt4, ExpertsInt4                    MatMulNBits, QMoE (ort_int4.py)
     half-precision weights                     Cast to float32, as is all else (ort_precision.py)
 
-Calls are inlined at the end; the weights file is not touched. The runner (runner/onnxruntime.py)
-describes the inputs.
+Calls are inlined at the end; weights stay where they are in their file, but for some of INT4. The
+runner (runner/onnxruntime.py) describes the inputs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from deepseek_triton.build.ort_functions import (
     CONTRIB_VERSION,
     ort_functions,
 )
+from deepseek_triton.build.ort_int4 import ACCURACY_LEVELS, Int4Rewriter
 from deepseek_triton.build.ort_precision import widen
 from deepseek_triton.errors import BuildError
 from deepseek_triton.export.functions import DOMAIN
@@ -42,22 +44,25 @@ _REPLACED_INPUTS = ("context_lens", "last_token")
 _REPEAT_BELOW = 4
 
 
-def build(model_path: Path) -> None:
+def build(model_path: Path, int4_accuracy_level: int = ACCURACY_LEVELS[0]) -> None:
     """Rewrite the portable model at `model_path`, and its draft if there is one, in place.
-
-    The weights file stays as it is.
 
     Raises:
         BuildError: the model is not a portable one.
     """
+    int4 = Int4Rewriter(model_path.parent, int4_accuracy_level)
+    models = []
     for path in (model_path, model_path.with_name(DRAFT_FILE)):
         if not path.is_file():
             continue
         model = onnx.load_model(path, load_external_data=False)
+        models.append(model)
+        int4.rewrite(model.graph)
         rewrite(model)
         # ONNX Runtime would inline the functions itself, but 1.23, the last for Python 3.10, checks
         # shapes before that and finds none.
         onnx.save_model(onnx.inliner.inline_local_functions(model), path)
+    int4.trim(model.graph for model in models)
 
 
 def rewrite(model: onnx.ModelProto) -> None:

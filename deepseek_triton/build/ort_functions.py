@@ -19,6 +19,7 @@ from collections.abc import Mapping
 import onnx
 
 from deepseek_triton.build.ort_attention import attention_texts
+from deepseek_triton.build.ort_int4 import EXPERTS_INT4_SPARSE
 from deepseek_triton.export.functions import define_function
 
 CONTRIB_DOMAIN = "com.microsoft"
@@ -85,7 +86,7 @@ ExpertsSparse <num_experts, top_k, k>
 def ort_functions(num_heads: int) -> Mapping[str, onnx.FunctionProto]:
     """Return this target's functions by name, for a model with `num_heads` attention heads."""
     library = {}
-    texts = (*attention_texts(num_heads), EXTRA_ROWS, EXPERTS_SPARSE)
+    texts = (*attention_texts(num_heads), EXTRA_ROWS, EXPERTS_SPARSE, EXPERTS_INT4_SPARSE)
     for function in map(define_function, texts):
         function.opset_import.add(domain=CONTRIB_DOMAIN, version=CONTRIB_VERSION)
         library[function.name] = function

@@ -61,17 +61,15 @@ def build_engine(
     and `timing_cache` (a file that is read, if there, and written) are for targets that compile,
     `parallel` for tensorrt_llm, `int4_accuracy_level` (4 or 0) for onnxruntime.
 
-    Weights stream from file to file: memory stays near the largest tensor. An engine directory that
-    exists already is replaced at the very end.
+    Memory stays near the largest tensor. An engine directory that exists is replaced at the end.
 
     Raises CheckpointError for a checkpoint that cannot be read or is not supported, ConfigError for
     an option that is unknown, out of range or not for this target, BuildError when `engine_dir`
     cannot be written.
     """
-    checkpoint_dir = Path(checkpoint_dir)
     builder = find_target(target, precision)
     block_size = _check_options(builder, target, block_size, draft, parallel)
-    spec, reader = _open_checkpoint(checkpoint_dir, draft)
+    spec, reader = _open_checkpoint(Path(checkpoint_dir), draft)
     limits = _limits(target, builder, spec, limits, timing_cache)
     level = _int4_accuracy_level(builder, target, reader, int4_accuracy_level)
     with create_engine_dir(engine_dir) as folder:

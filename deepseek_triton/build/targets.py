@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from deepseek_triton.build import cuda, onnxruntime, tensorrt, tensorrt_llm
+from deepseek_triton.build import cuda, onnxruntime, ort_int4, tensorrt, tensorrt_llm
 from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.errors import ConfigError
 
@@ -19,13 +19,15 @@ class Target:
 
     precisions: tuple[str, ...]
     runtime: str  # the distribution that runs the engine; its version is kept in the manifest
-    build: Callable[[Path], None]  # rewrites the portable model at this path in place
+    # Rewrites the portable model at this path in place; takes an INT4 accuracy level if it has any.
+    build: Callable[..., None]
     drafts: bool = False  # whether its runner can use a draft model
     block_size: int = 16  # tokens in a KV block unless the caller says otherwise
     kv_precision: str | None = None  # of KV rows; None: the engine's
     # Turns the rewritten model into a file of its own, given limits and a timing cache.
     compile: Callable[[Path, CallLimits, Path | None], Path] | None = None
     runtime_version: Callable[[], str] | None = None  # for a runtime that may be missing
+    int4_accuracy_levels: tuple[int, ...] = ()  # that can be chosen, the default first
     # Writes the engine from the checkpoint itself; then there is no portable model.
     write: Callable[..., Path] | None = None
 
@@ -43,7 +45,12 @@ class Target:
 
 TARGETS = {
     "onnxruntime": Target(
-        ("fp32", "fp16", "bf16"), "onnxruntime", onnxruntime.build, drafts=True, kv_precision="fp32"
+        ("fp32", "fp16", "bf16"),
+        "onnxruntime",
+        onnxruntime.build,
+        drafts=True,
+        kv_precision="fp32",
+        int4_accuracy_levels=ort_int4.ACCURACY_LEVELS,
     ),
     # The engine is the portable model itself: no version of PyTorch shapes it.
     "cuda": Target(("fp32", "fp16", "bf16"), "onnx", cuda.build, block_size=cuda.BLOCK_SIZE),
