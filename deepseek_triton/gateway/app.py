@@ -220,6 +220,8 @@ def create_app(
         summary="OpenAI's API in front of Triton servers.",
         lifespan=gateway.lifespan,
         responses=ERRORS,
+        docs_url=None,  # its page would load scripts from elsewhere
+        redoc_url=None,
     )
     _add_routes(app, gateway)
     add_page(app)
