@@ -3,7 +3,8 @@
     python perf/gpu/linear_check.py --out results.json [--sweep] [--only PART]
 
 Every check draws fresh data, poisons the output and compares with a wider type. Times are those of
-a call inside a CUDA graph over several copies of the weights, larger together than the L2 cache.
+a call inside a CUDA graph over several copies of the weights, larger together than the L2 cache:
+with kernels that start early (launch.py), and in turn.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 import linear_check_cases as cases
 import torch
 import triton
+
+from deepseek_triton.kernels.launch import launches_in_turn
 
 BYTES_PER_US = 4.3e6  # a copy's rate, read and written
 FLOPS_PER_US = 780e6  # a large bf16 product's rate
@@ -61,9 +64,15 @@ def measure(case: cases.Case, *, timed: bool) -> dict[str, Any]:
         error = case.check(run)
         result |= {"error": error, "ok": bool(error <= case.tolerance)}
         if timed and case.timed:
-            microseconds = time_calls(run, case.calls)
+            overlapping = time_calls(run, case.calls)
+            with launches_in_turn():
+                in_turn = time_calls(run, case.calls)
             floor = max(case.bytes / BYTES_PER_US, case.flops / FLOPS_PER_US)
-            result |= {"us": round(microseconds, 2), "floor_us": round(floor, 2)}
+            result |= {
+                "us": round(overlapping, 2),
+                "us_in_turn": round(in_turn, 2),
+                "floor_us": round(floor, 2),
+            }
         del run
     except Exception as problem:  # a tile that does not fit must not end the others
         result["problem"] = f"{type(problem).__name__}: {str(problem)[:300]}"
@@ -94,7 +103,10 @@ def time_calls(run: Callable[[int], Any], calls: int) -> float:
 
 def show(result: dict[str, Any]) -> None:
     """Print a line."""
-    numbers = f"{result.get('us', '-'):>9} us  floor {result.get('floor_us', '-'):>8}"
+    numbers = (
+        f"{result.get('us', '-'):>9} us  in turn {result.get('us_in_turn', '-'):>9}"
+        f"  floor {result.get('floor_us', '-'):>8}"
+    )
     problem = result.get("problem", f"error {result.get('error', float('nan')):.1e}")
     mark = "  " if result["ok"] else "!!"
     print(f"{mark} {result['name']:<52} {numbers}  {problem}", flush=True)
