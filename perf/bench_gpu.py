@@ -84,7 +84,9 @@ def decode(kind: str, group_size: int) -> dict[str, Any]:
     print(f"  {measured}", flush=True)
     for batch in BATCHES:
         step = rows(batch, 1, CONTEXT, spec.vocab_size)
+        tokens = runner.run(step).token_ids  # of unlike rows, which choose different experts
         result = time_steps(lambda s=step: runner.run(s), 100)
+        result["different_tokens"] = len(set(tokens.tolist()))
         result["device_ms"] = device_time(lambda s=step: runner._decoder.run(s), 50)
         report(kind, batch, result, f"B={batch}", batch)
         measured[f"decode_{batch}"] = result

@@ -178,7 +178,11 @@ def _random(
     shape, columns = tensor.shape, tensor.shape[-1]
     if tensor.onnx_type == 21:
         size = (*shape[:-1], columns // 2)
-        return torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
+        low, high = (  # 1 … 15: around the zero point, so that rows do not all become alike
+            torch.randint(1, 16, size, dtype=torch.uint8, device=device, generator=generator)
+            for _ in range(2)
+        )
+        return low | high << 4
     dtype = getattr(torch, numpy_dtype(tensor.onnx_type).name)
     values = torch.empty(shape, dtype=dtype, device=device)
     if "norm" in name:

@@ -21,7 +21,7 @@ MAX_BATCH = 64
 def steady_state() -> dict[str, Any]:
     """Steps with requests that come, draw, end, are cancelled and preempted; memory over time."""
     spec = make_spec(V2_LITE, num_hidden_layers=3)
-    runner = make_runner(make_model(spec), spec, num_blocks=160, max_batch_size=MAX_BATCH)
+    runner = make_runner(make_model(spec), spec, num_blocks=96, max_batch_size=MAX_BATCH)
     config = SchedulerConfig(max_batch_size=MAX_BATCH, max_tokens_per_step=1024)
     engine = StepEngine(runner, config)
     rng = np.random.default_rng(5)
@@ -61,7 +61,8 @@ def steady_state() -> dict[str, Any]:
         "preemptions": stats.preemptions_total,
         "reserved_bytes": [reserved for reserved, _ in memory],
         "free_bytes": [free for _, free in memory],
-        "flat": len(set(settled)) == 1,
+        "growth_bytes": settled[-1][0] - settled[0][0],
+        "flat_second_half": len(set(memory[len(memory) // 2 :])) == 1,
     }
     engine.close()
     print(f"  {result}")
