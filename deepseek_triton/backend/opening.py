@@ -65,6 +65,8 @@ def open_engine(config: EngineConfig) -> tuple[Engine, EngineLimits]:
         ),
     )
     runner = _load_runner(config, engine_dir, limits)
+    if limits.guides is not None:
+        limits.guides.prepare()
     # The last token of a request is never written to the cache.
     kv_cache_tokens = runner.num_blocks * manifest.kv_cache.block_size + 1
     limits = dataclasses.replace(limits, kv_cache_tokens=kv_cache_tokens)

@@ -6,6 +6,7 @@ work is llguidance's: an Earley parser over the bytes of the vocabulary.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.errors import InvalidRequestError
+
+_logger = logging.getLogger(__name__)
 
 JSON, JSON_SCHEMA, REGEX, LARK = "json", "json_schema", "regex", "lark"
 KINDS = (JSON, JSON_SCHEMA, REGEX, LARK)
@@ -27,7 +30,7 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 
 
 class GuideCompiler:
-    """Compiles guides for one model; thread-safe. The vocabulary is read at the first one."""
+    """Compiles guides for one model; thread-safe."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
         """`end_ids` are the tokens that end an answer whose form is complete."""
@@ -36,6 +39,16 @@ class GuideCompiler:
         self._end_ids = list(end_ids)
         self._lock = threading.Lock()
         self._vocabulary: Any = None
+
+    def prepare(self) -> None:
+        """Read the vocabulary now, seconds for a large one, rather than for the first guide.
+
+        One that cannot be used is logged, and guides are refused.
+        """
+        try:
+            self._load_vocabulary()
+        except Exception as error:  # llguidance is missing, or raises bare ones
+            _logger.warning("guided requests will be refused: %s", error)
 
     def compile(self, kind: str, text: str) -> CompiledGuide:
         """Return a guide. Raises InvalidRequestError for an unknown kind or a broken text."""
@@ -50,24 +63,13 @@ class GuideCompiler:
             raise InvalidRequestError(
                 _FIELD, f"{len(text)} characters; at most {_MAX_CHARACTERS} are allowed"
             )
-        import llguidance
-
-        matcher_type = llguidance.LLMatcher
         try:
-            if kind == REGEX:
-                grammar = matcher_type.grammar_from_regex(text)
-            elif kind == LARK:
-                grammar = matcher_type.grammar_from_lark(text)
-            else:
-                schema = text if kind == JSON_SCHEMA else "{}"
-                grammar = matcher_type.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
-            matcher = matcher_type(self._load_vocabulary(), grammar, log_level=0)
-        except ValueError as error:
-            raise InvalidRequestError(_FIELD, f"not a usable {kind} ({error})") from error
-        if matcher.is_error():
-            problem = matcher.get_error().splitlines()[0]
-            raise InvalidRequestError(_FIELD, f"not a usable {kind} ({problem})")
-        return CompiledGuide(matcher.deep_copy, self._vocab_size)
+            vocabulary = self._load_vocabulary()
+        except Exception as error:
+            raise InvalidRequestError(
+                _KIND_FIELD, f"this engine cannot keep to a form ({error}); leave it out"
+            ) from error
+        return CompiledGuide(_matcher(vocabulary, kind, text).deep_copy, self._vocab_size)
 
     def _load_vocabulary(self) -> Any:
         from llguidance import LLTokenizer
@@ -80,6 +82,27 @@ class GuideCompiler:
                     eos_token=self._end_ids,
                 )
             return self._vocabulary
+
+
+def _matcher(vocabulary: Any, kind: str, text: str) -> Any:
+    """Return an LLMatcher that has seen no token; raises InvalidRequestError."""
+    from llguidance import LLMatcher
+
+    try:
+        if kind == REGEX:
+            grammar = LLMatcher.grammar_from_regex(text)
+        elif kind == LARK:
+            grammar = LLMatcher.grammar_from_lark(text)
+        else:
+            schema = text if kind == JSON_SCHEMA else "{}"
+            grammar = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
+    except ValueError as error:
+        raise InvalidRequestError(_FIELD, f"not a usable {kind} ({error})") from error
+    matcher = LLMatcher(vocabulary, grammar, log_level=0)
+    if matcher.is_error():
+        problem = matcher.get_error().splitlines()[0]
+        raise InvalidRequestError(_FIELD, f"not a usable {kind} ({problem})")
+    return matcher
 
 
 class CompiledGuide:

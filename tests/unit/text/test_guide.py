@@ -96,3 +96,11 @@ def test_what_cannot_be_kept_is_refused_by_name(kind: str, text: str, field: str
     with pytest.raises(InvalidRequestError) as caught:
         COMPILER.compile(kind, text)
     assert caught.value.field == field
+
+
+def test_a_vocabulary_that_cannot_be_read_refuses_guides_alone(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    broken = GuideCompiler(tmp_path / "tokenizer.json", VOCAB, [END])
+    broken.prepare()
+    with pytest.raises(InvalidRequestError, match="leave it out"):
+        broken.compile("regex", "a")
