@@ -182,6 +182,8 @@ def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> Expe
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
         return ExpertTile(block_t, 16, min(whole, 32), 4, 2)
+    if int4 and tokens == 1:  # all programs run at once
+        return ExpertTile(block_t, 64, 512, 4, 2)
     if int4:
         return ExpertTile(block_t, 32, 512, 4, 3)
     return ExpertTile(block_t, 64, min(whole, 128), 4, 4)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
+from deepseek_triton.kernels.linear_int4 import Int4Tile
 from deepseek_triton.kernels.tiles import int4_block_product, load_int4_blocks
 
 
@@ -26,12 +27,18 @@ def one_token_down_int4(
     """
     _, features, width = down.shape
     wide = hidden.dtype == torch.float32
-    block_n, step = (16, 2) if wide else (16, 8)
-    _one_down_int4[(triton.cdiv(features, block_n),)](
+    tile = Int4Tile(8, 16, 4, 2, step=2) if wide else down_tile()
+    _one_down_int4[(triton.cdiv(features, tile.block_n),)](
         hidden, ids, weights, down.codes, down.scales, down.zeros, residual, out, features,
-        K=width, PAIRS=ids.numel(), BLOCK_N=block_n, STEP=step, STAGES=3, GROUP=down.group_size,
-        ASM=hidden.is_cuda and not wide, IEEE=wide, num_warps=4, **dependent_launch(hidden),
+        K=width, PAIRS=ids.numel(), BLOCK_N=tile.block_n, STEP=tile.step, STAGES=tile.stages,
+        GROUP=down.group_size, ASM=hidden.is_cuda and not wide, IEEE=wide, num_warps=tile.warps,
+        **dependent_launch(hidden),
     )  # fmt: skip
+
+
+def down_tile() -> Int4Tile:
+    """Choose sizes: programs are few, so each has many warps."""
+    return Int4Tile(8, 16, 16, 2, step=16)
 
 
 @triton.jit
