@@ -75,10 +75,10 @@ def _grouped_query_attention(
         f"{name}.qkv.sizes", np.array([p.outputs for p in projections], np.int64)
     )
     parts = tuple(f"{name}.split.{part}" for part in "qkv")
-    graph.nodes("Split", [qkv, sizes], f"{name}.split", parts, axis=-1)
+    parts = graph.node_with("Split", [qkv, sizes], f"{name}.split", parts, axis=-1)
     rotary = (step.cos, step.sin, step.turn)
     cache = (f"k_pool.{layer}", f"v_pool.{layer}", step.block_tables, step.mask)
-    context, *_ = graph.nodes(
+    context, *_ = graph.node_with(
         "deepseek.GroupedQueryAttention",
         [*parts, *rotary, *cache],
         name,
@@ -105,7 +105,7 @@ def _latent_attention(
     w_uk, w_uv = _latent_weights(modules, spec, name, source + "kv_b_proj.weight")
     rotary = (step.cos, step.sin, step.turn)
     cache = (f"kv_pool.{layer}", step.block_tables, step.mask)
-    context, _ = graph.pair(
+    context, _ = graph.node_with(
         "deepseek.LatentAttention",
         [q, kv_a, kv_norm, w_uk, w_uv, *rotary, *cache],
         name,
@@ -142,7 +142,7 @@ def _query_and_latent(
     sizes = graph.constant(
         f"{name}.q_kv_a.sizes", np.array([first.outputs, kv_a.outputs], np.int64)
     )
-    q, latent = graph.pair(
+    q, latent = graph.node_with(
         "Split", [both, sizes], f"{name}.split", (f"{name}.split.q", f"{name}.split.kv_a"), axis=-1
     )
     if rank is not None:

@@ -46,7 +46,7 @@ def step_values(graph: GraphBuilder, spec: ModelSpec, block_size: int) -> StepVa
     block_tables = graph.input("block_tables", INT32, ("B", "M"))
     frequencies = graph.constant("rotary.inv_freq", inverse_frequencies(spec.rope))
     turn = quarter_turn(spec.rope).astype(graph.precision.dtype)
-    cos, sin = graph.pair(
+    cos, sin = graph.node_with(
         "deepseek.RotaryAngles",
         [positions, frequencies],
         "rotary.angles",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -18,6 +18,7 @@ IR_VERSION = 10
 _INLINE_BYTES = 1024  # smaller constants stay in the model file
 
 Dim = int | str
+Outputs = TypeVar("Outputs", bound=tuple[str, ...])
 
 
 class GraphBuilder:
@@ -50,21 +51,9 @@ class GraphBuilder:
         self._append(op, inputs, [name], name, attributes)
         return name
 
-    def pair(
-        self,
-        op: str,
-        inputs: Sequence[str],
-        name: str,
-        outputs: tuple[str, str],
-        **attributes: Any,
-    ) -> tuple[str, str]:
-        """Append a node with two outputs and return them."""
-        self._append(op, inputs, outputs, name, attributes)
-        return outputs
-
-    def nodes(
-        self, op: str, inputs: Sequence[str], name: str, outputs: tuple[str, ...], **attributes: Any
-    ) -> tuple[str, ...]:
+    def node_with(
+        self, op: str, inputs: Sequence[str], name: str, outputs: Outputs, **attributes: Any
+    ) -> Outputs:
         """Append a node with several outputs and return them."""
         self._append(op, inputs, outputs, name, attributes)
         return outputs

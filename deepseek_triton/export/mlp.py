@@ -123,4 +123,4 @@ def _route(
         function += "Grouped"
         attributes |= {"num_groups": [routing.num_groups], "top_groups": [routing.top_groups]}
     outputs = (f"{name}.expert_ids", f"{name}.expert_weights")
-    return graph.pair(function, inputs, f"{name}.route", outputs, **attributes)
+    return graph.node_with(function, inputs, f"{name}.route", outputs, **attributes)
