@@ -69,8 +69,8 @@ class Flavor:
 
 TENSORRT = Flavor(
     "tensorrt",
-    "use an NVIDIA container that has TensorRT, such as nvcr.io/nvidia/tensorrt or "
-    "nvcr.io/nvidia/tritonserver:<version>-trtllm-python-py3, on a machine with the GPU",
+    "use an NVIDIA container that has TensorRT, such as nvidia/tensorrt or "
+    "nvidia/tritonserver:<version>-trtllm-python-py3, on a machine with the GPU",
 )
 TENSORRT_RTX = Flavor("tensorrt_rtx", "run pip install 'deepseek-triton[tensorrt-rtx]'")
 FLAVORS = {flavor.module: flavor for flavor in (TENSORRT, TENSORRT_RTX)}

@@ -108,7 +108,7 @@ def test_a_target_whose_module_is_missing_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(ConfigError, match=r"'tensorrt'.*nvcr.io/nvidia/tensorrt"):
+    with pytest.raises(ConfigError, match=r"'tensorrt'.*nvidia/tensorrt"):
         find_target("tensorrt", "fp16")
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(ConfigError, match=r"pip install 'deepseek-triton\[tensorrt-rtx\]'"):
