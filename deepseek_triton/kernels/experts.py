@@ -186,7 +186,7 @@ def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> Expe
         return ExpertTile(block_t, 64, 512, 4, 2)
     if int4:
         return ExpertTile(block_t, 32, 512, 4, 3)
-    return ExpertTile(block_t, 64, min(whole, 128), 4, 4)
+    return ExpertTile(block_t, 64, min(whole, 128), 4, 3)
 
 
 def grouped_tile(
@@ -198,7 +198,7 @@ def grouped_tile(
         return ExpertTile(rows, 32, min(whole, 32), 8, 2)
     if int4:
         return ExpertTile(rows, 128, 128, 8, 3)
-    return ExpertTile(rows, 256 if features >= 256 else 64, min(whole, 64), 8, 3)
+    return ExpertTile(rows, 256 if features >= 256 else 64, min(whole, 64), 8, 4)
 
 
 def _is_int4(matrix: Matrices) -> bool:

@@ -58,9 +58,9 @@ def router(
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     if tokens > _FEW_TOKENS:
         normed = rms_norm(x, norm_weight, eps)
-        _router_product[(triton.cdiv(tokens, 32), triton.cdiv(experts, 64))](
+        _router_product[(triton.cdiv(tokens, 32), triton.cdiv(experts, 16))](
             normed, weight, logits, tokens, experts,
-            K=width, BLOCK_M=32, BLOCK_N=64, BLOCK_K=_block(width, 64), STAGES=3,
+            K=width, BLOCK_M=32, BLOCK_N=16, BLOCK_K=_block(width, 128), STAGES=3,
             **dependent_launch(x),
         )  # fmt: skip
         return normed, logits

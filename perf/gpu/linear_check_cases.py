@@ -396,8 +396,12 @@ def expert_cases(sweep: bool) -> Iterator[Case]:
     for tokens in (1, 8, 64):
         yield expert_case(tokens, V3, "int4")
     yield expert_case(8, V3, "bf16")
-    if not sweep:
-        return
+    if sweep:
+        yield from expert_sweep()
+
+
+def expert_sweep() -> Iterator[Case]:
+    """Yield mixtures of experts with other tiles."""
     for block_n, block_k, warps, stages in (
         (64, 128, 4, 3),
         (128, 128, 4, 3),
