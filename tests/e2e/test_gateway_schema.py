@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from deepseek_triton.server import RunningServer
 from tests.e2e.test_gateway import MODEL, running_gateway
 
-MAX_EXAMPLES = 15  # of each operation, valid and spoilt
+MAX_EXAMPLES = 10  # of each operation, valid and spoilt
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 
 
