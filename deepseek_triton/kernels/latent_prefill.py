@@ -14,7 +14,7 @@ from deepseek_triton.kernels.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
-from deepseek_triton.kernels.rotary import rotary_reference
+from deepseek_triton.kernels.rotary import rotary, rotary_reference
 
 
 def latent_attention_prefill(
@@ -36,7 +36,7 @@ def latent_attention_prefill(
     scale: float,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Return o [T, H · v] of the new tokens of ragged rows. Mutates pool.
+    """Return o [T, H · v] of the new tokens of ragged rows. Mutates pool, and turns q in place.
 
     q [T, H · (nope + rope)], kv_a [T, rank + rope]; w_uk [H, nope, rank], w_uv [H, rank, v];
     key_slots [K] int64 the pool slots of all keys of all rows, or None if no row has keys besides
@@ -48,13 +48,14 @@ def latent_attention_prefill(
     if key_slots is not None:
         rows = pool.view(-1, pool.shape[-1]).index_select(0, key_slots)
     q_heads = q.unflatten(1, (heads, -1))
+    q_rope = q_heads[..., nope:]
+    rotary(q_rope, cos, sin, interleaved=interleaved, out=q_rope)
     latent = rows[:, :rank]
     k_nope = torch.mm(latent, w_uk.view(-1, rank).T).unflatten(1, (heads, nope))
     v = torch.bmm(latent.expand(heads, -1, -1), w_uv).transpose(0, 1)
     out = prefill_attention(
-        q_heads, k_nope, v, cu_q, cu_k, max_q=max_q, scale=scale,
-        k_rope=rows[:, rank:], angles=(cos, sin), interleaved=interleaved,
-    )  # fmt: skip
+        q_heads, k_nope, v, cu_q, cu_k, max_q=max_q, scale=scale, k_rope=rows[:, rank:]
+    )
     return out.flatten(1)
 
 
@@ -76,7 +77,7 @@ def latent_attention_prefill_reference(
     scale: float,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Compute `latent_attention_prefill` with float64 sums. Mutates pool."""
+    """Compute `latent_attention_prefill` with float64 sums and q as it is. Mutates pool."""
     heads, nope, rank = w_uk.shape
     rows = append_latent_reference(
         kv_a, kv_norm, eps, cos, sin, pool, slots, interleaved=interleaved

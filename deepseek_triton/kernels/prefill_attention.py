@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from deepseek_triton.kernels.paged_decode import LOG2_E
-from deepseek_triton.kernels.rotary import rotated
 
 
 @dataclass(frozen=True)
@@ -45,20 +44,16 @@ def prefill_attention(
     max_q: int,
     scale: float,
     k_rope: torch.Tensor | None = None,
-    angles: tuple[torch.Tensor, torch.Tensor] | None = None,
-    interleaved: bool = False,
     out: torch.Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> torch.Tensor:
     """Return softmax(q · keysᵀ · scale) · v [T, H, e], each query looking at itself and before.
 
     q [T, H, d + p], k [K, G, d], v [K, G, e], H a multiple of G, whose heads share keys in turns of
-    H / G; k_rope [K, p] the part of the keys that all heads share, if there is one. The queries'
-    part that meets it is turned here first if `angles`, cos and sin [T, p] as `rotary` takes them,
-    are given. Views may have any strides but in the last dimension, which is contiguous.
-
-    Row i of the batch is queries cu_q[i] … cu_q[i + 1] and keys cu_k[i] … cu_k[i + 1] (int32,
-    [R + 1]); the queries are the last of the keys. `max_q` is the most queries of a row.
+    H / G; k_rope [K, p] the part of the keys that all heads share, if there is one. Views may have
+    any strides but in the last dimension, which is contiguous. Row i of the batch is queries
+    cu_q[i] … cu_q[i + 1] and keys cu_k[i] … cu_k[i + 1] (int32, [R + 1]); the queries are the last
+    of the keys. `max_q` is the most queries of a row.
     """
     tokens, heads, width = q.shape
     dim, value_dim = k.shape[2], v.shape[2]
@@ -67,13 +62,12 @@ def prefill_attention(
     if tile is None:
         tile = choose_tile(width, q.dtype)
     rope_stride = 0 if k_rope is None else k_rope.stride(0)
-    cos, sin = (None, None) if angles is None else angles
     grid = (triton.cdiv(max_q, tile.block_m), heads, len(cu_q) - 1)
     _prefill_attention[grid](
-        q, k, v, k_rope, cos, sin, out, cu_q, cu_k, scale * LOG2_E,
+        q, k, v, k_rope, out, cu_q, cu_k, scale * LOG2_E,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         rope_stride, out.stride(0), out.stride(1),
-        SHARING=heads // k.shape[1], INTERLEAVED=interleaved,
+        SHARING=heads // k.shape[1],
         DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
         ROPE=width - dim, BLOCK_R=max(16, triton.next_power_of_2(width - dim)),
         VALUE=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
@@ -156,9 +150,9 @@ def _attend(
 
 @triton.jit
 def _prefill_attention(
-    q_ptr, k_ptr, v_ptr, rope_ptr, cos_ptr, sin_ptr, out_ptr, cu_q_ptr, cu_k_ptr, scale,
+    q_ptr, k_ptr, v_ptr, rope_ptr, out_ptr, cu_q_ptr, cu_k_ptr, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, rope_stride, out_token, out_head,
-    SHARING: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SHARING: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
     VALUE: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
@@ -176,16 +170,7 @@ def _prefill_attention(
     position = m + keys - queries
     q_rows = q_ptr + (q_begin + m)[:, None] * q_token + head * q_head
     q = _load(q_rows, valid, DIM, BLOCK_D, True)
-    q_rope = q
-    if cos_ptr is not None:
-        r = tl.arange(0, BLOCK_R)[None, :]
-        angle = (q_begin + m)[:, None] * ROPE
-        turnable = valid[:, None] & (r < ROPE)
-        q_rope = rotated(
-            q_rows + DIM, cos_ptr + angle, sin_ptr + angle, r, turnable, ROPE, INTERLEAVED
-        ).to(q.dtype)
-    elif ROPE > 0:
-        q_rope = _load(q_rows + DIM, valid, ROPE, BLOCK_R, True)
+    q_rope = _load(q_rows + DIM, valid, ROPE, BLOCK_R, True) if ROPE > 0 else q
     k_ptr += k_begin * k_token + head // SHARING * k_head
     v_ptr += k_begin * v_token + head // SHARING * v_head
     if ROPE > 0:
