@@ -16,7 +16,8 @@ from deepseek_triton.kernels.paged_decode import DecodeTile, KeyFilter, choose_t
 from tests.unit.kernels.paged_cache import PagedCache, paged_cache, randn, relative_error
 
 RANK, ROPE = 40, 8
-EDGES = [1, 16, 17, 0, 64, 65, 33]  # one key, a full block, one more; a padding row
+EDGES = [1, 16, 0, 33]  # one key, a full block, a padding row, one more than two blocks
+SMALL = DecodeTile(2, 16, 64, 4, 1)  # few programs: the interpreter takes its time for each
 
 
 def library(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -33,13 +34,16 @@ def latent_row(q: torch.Tensor, cache: PagedCache, row: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("heads", "block_size"), [(1, 16), (5, 64), (20, 16), (20, 128), (128, 32)]
+    ("heads", "block_size", "tile"),
+    [(1, 16, None), (5, 64, SMALL), (20, 16, SMALL), (20, 128, SMALL), (70, 32, SMALL)],
 )
-def test_latent_attention_equals_pytorchs(heads: int, block_size: int) -> None:
+def test_latent_attention_equals_pytorchs(
+    heads: int, block_size: int, tile: DecodeTile | None
+) -> None:
     cache = paged_cache(EDGES, RANK + ROPE, block_size)
     q = randn(len(EDGES), heads, RANK + ROPE)
     args: Any = (q, cache.pools[0], cache.block_tables, cache.context_lens)
-    got = latent_decode(*args, scale=0.2, rank=RANK)
+    got = latent_decode(*args, scale=0.2, rank=RANK, tile=tile)
     for row, length in enumerate(EDGES):
         if length:
             assert relative_error(got[row], latent_row(q, cache, row)) < 1e-6
@@ -48,12 +52,17 @@ def test_latent_attention_equals_pytorchs(heads: int, block_size: int) -> None:
     assert relative_error(latent_decode_reference(*args, scale=0.2, rank=RANK), got) < 1e-6
 
 
-@pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 4, 16), (14, 2, 24), (40, 2, 64)])
-def test_grouped_query_attention_equals_pytorchs(heads: int, groups: int, dim: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "tile"),
+    [(4, 4, 16, None), (14, 2, 24, SMALL), (70, 2, 64, SMALL)],
+)
+def test_grouped_query_attention_equals_pytorchs(
+    heads: int, groups: int, dim: int, tile: DecodeTile | None
+) -> None:
     cache = paged_cache(EDGES, groups * dim, 16, pools=2)
     q = randn(len(EDGES), heads, dim)
     args: Any = (q, *cache.pools, cache.block_tables, cache.context_lens)
-    got = grouped_query_decode(*args, scale=0.2)
+    got = grouped_query_decode(*args, scale=0.2, tile=tile)
     for row, length in enumerate(EDGES):
         if length:
             keys, values = (cache.keys(row, i).unflatten(1, (groups, dim)) for i in (0, 1))
@@ -61,9 +70,9 @@ def test_grouped_query_attention_equals_pytorchs(heads: int, groups: int, dim: i
     assert relative_error(grouped_query_decode_reference(*args, scale=0.2), got) < 1e-6
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize("splits", [1, 2, 3, 9])
 def test_any_number_of_splits_gives_the_same_result(splits: int) -> None:
-    lengths = [130, 0, 16, 77]
+    lengths = [100, 0, 16, 77]
     cache = paged_cache(lengths, RANK + ROPE, 32, dtype=torch.float16)
     q = randn(4, 3, RANK + ROPE, dtype=torch.float16)
     tile = DecodeTile(splits, 16, 16, 4, 1)
@@ -113,7 +122,7 @@ class TestKeyFilter:
 
     def attend(self, keep: KeyFilter, cache: PagedCache, q: torch.Tensor) -> torch.Tensor:
         args: Any = (q, cache.pools[0], cache.block_tables, cache.context_lens)
-        got = latent_decode(*args, scale=0.2, rank=RANK, key_filter=keep)
+        got = latent_decode(*args, scale=0.2, rank=RANK, key_filter=keep, tile=SMALL)
         want = latent_decode_reference(*args, scale=0.2, rank=RANK, key_filter=keep)
         assert relative_error(got, want) < 1e-6
         return got
@@ -148,7 +157,7 @@ class TestKeyFilter:
         for block in (1, 3, 4, 6):  # row 0 does not look at them, whatever they hold
             cache.pools[0][cache.block_tables[0, block].long()] = torch.nan
         args: Any = (q, cache.pools[0], cache.block_tables, cache.context_lens)
-        again = latent_decode(*args, scale=0.2, rank=RANK, key_filter=keep)
+        again = latent_decode(*args, scale=0.2, rank=RANK, key_filter=keep, tile=SMALL)
         assert torch.equal(again, got)
 
     def test_experts_of_key_and_query_must_agree_under_the_mask(
