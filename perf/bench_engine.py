@@ -6,6 +6,10 @@ each round runs one process of either side. Steps of B = 1 and B = 8 requests, e
 fastest steps are what is left when nothing else wants the cores, which hurts torch most.
 
     python perf/bench_engine.py            # writes perf/results/engine_decode.json
+    python perf/bench_engine.py --int4     # writes perf/results/int4_decode.json
+
+With --int4 the other side is the same engine with INT4 weights: rounded to nearest, groups of 128
+with zero points, accuracy level 4.
 """
 
 from __future__ import annotations
@@ -112,21 +116,22 @@ def run_worker(side: str, folder: Path, batch_size: int) -> dict[str, float]:
     return result
 
 
-def summarize(rounds: list[dict[str, dict[str, float]]], batch_size: int) -> dict[str, float]:
+def summarize(
+    rounds: list[dict[str, dict[str, float]]], batch_size: int, ours: str, theirs: str
+) -> dict[str, float]:
     """Medians over the rounds, and the ratios of medians and of the fastest steps."""
 
     def over_rounds(side: str, key: str) -> float:
         return statistics.median(r[side][key] for r in rounds)
 
-    ours, theirs = over_rounds("engine", "median_s"), over_rounds("transformers", "median_s")
-    fastest_ours = min(r["engine"]["fastest_s"] for r in rounds)
-    fastest_theirs = min(r["transformers"]["fastest_s"] for r in rounds)
+    fastest = {side: min(r[side]["fastest_s"] for r in rounds) for side in (ours, theirs)}
+    medians = {side: over_rounds(side, "median_s") for side in (ours, theirs)}
     return {
-        "engine_tokens_per_s": round(batch_size / ours, 1),
-        "transformers_tokens_per_s": round(batch_size / theirs, 1),
-        "speedup_of_medians": round(theirs / ours, 2),
-        "speedup_of_fastest_steps": round(fastest_theirs / fastest_ours, 2),
-        "engine_overhead_share": round(over_rounds("engine", "overhead_share"), 4),
+        f"{ours}_tokens_per_s": round(batch_size / medians[ours], 1),
+        f"{theirs}_tokens_per_s": round(batch_size / medians[theirs], 1),
+        "speedup_of_medians": round(medians[theirs] / medians[ours], 2),
+        "speedup_of_fastest_steps": round(fastest[theirs] / fastest[ours], 2),
+        f"{ours}_overhead_share": round(over_rounds(ours, "overhead_share"), 4),
     }
 
 
@@ -134,6 +139,7 @@ def main() -> None:
     """Run the rounds, print a table and keep the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--int4", action="store_true", help="compare INT4 with fp32 instead")
     parser.add_argument("--worker", nargs=3, metavar=("SIDE", "FOLDER", "BATCH"))
     arguments = parser.parse_args()
     if arguments.worker:
@@ -142,18 +148,25 @@ def main() -> None:
         print(json.dumps(measure(Path(folder), int(batch_size))))
         return
     checkpoint, engine_dir = reference_engine()
+    sides: dict[str, tuple[str, Path]]  # ours first: what measures each, and on which folder
+    if arguments.int4:
+        sides = {"int4": ("engine", int4_engine(checkpoint)), "fp32": ("engine", engine_dir)}
+    else:
+        sides = {
+            "engine": ("engine", engine_dir),
+            "transformers": ("transformers", checkpoint),
+        }
+    ours, theirs = sides
     measured: dict[str, Any] = {}
     for batch_size in BATCH_SIZES:
         rounds = [
-            {
-                "engine": run_worker("engine", engine_dir, batch_size),
-                "transformers": run_worker("transformers", checkpoint, batch_size),
-            }
+            {side: run_worker(*place, batch_size) for side, place in sides.items()}
             for _ in range(arguments.rounds)
         ]
-        measured[f"batch_{batch_size}"] = {**summarize(rounds, batch_size), "rounds": rounds}
-        print(f"B={batch_size}: {summarize(rounds, batch_size)}")
-    print(save_result("engine_decode", measured))
+        summary = summarize(rounds, batch_size, ours, theirs)
+        measured[f"batch_{batch_size}"] = {**summary, "rounds": rounds}
+        print(f"B={batch_size}: {summary}")
+    print(save_result("int4_decode" if arguments.int4 else "engine_decode", measured))
 
 
 def reference_engine() -> tuple[Path, Path]:
@@ -165,6 +178,18 @@ def reference_engine() -> tuple[Path, Path]:
     engine_dir = CACHE / "reference-engine"
     ensure_engine(checkpoint, engine_dir)
     return checkpoint, engine_dir
+
+
+def int4_engine(checkpoint: Path) -> Path:
+    """Quantise the reference checkpoint and build its engine under .cache/perf, once."""
+    from deepseek_triton.calibrate.quantize import QuantizeOptions, quantize_checkpoint
+    from deepseek_triton.server.engine_cache import ensure_engine
+
+    quantized, engine_dir = CACHE / "reference-int4", CACHE / "reference-int4-engine"
+    if not quantized.is_dir():
+        quantize_checkpoint(checkpoint, quantized, QuantizeOptions("rtn", 128), [])
+    ensure_engine(quantized, engine_dir)
+    return engine_dir
 
 
 if __name__ == "__main__":
