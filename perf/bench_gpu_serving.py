@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--engine", type=Path, help="engine directory; default: a random one")
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/bench_gpu_serving"))
     parser.add_argument("--layers", type=int, default=27, help="of the random model")
+    parser.add_argument("--server-only", action="store_true", help="do not measure the engine")
     parser.add_argument("--engine-worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -190,12 +191,13 @@ def main() -> None:
         spec = make_spec(V2_LITE, num_hidden_layers=arguments.layers)
         measured["made"] = write_random_engine(engine_dir, spec)
         print(f"  made {engine_dir}: {measured['made']}", flush=True)
-    command = [sys.executable, __file__, "--engine-worker", str(engine_dir)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    measured["engine"] = json.loads(done.stdout.splitlines()[-1])
-    print(f"  engine: {measured['engine']}", flush=True)
+    if not arguments.server_only:
+        command = [sys.executable, __file__, "--engine-worker", str(engine_dir)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        measured["engine"] = json.loads(done.stdout.splitlines()[-1])
+        print(f"  engine: {measured['engine']}", flush=True)
     measured["server"] = serve(engine_dir)
-    for streams in map(str, STREAMS):
+    for streams in map(str, STREAMS) if "engine" in measured else ():
         ours, engine = (measured[s][streams]["tokens_per_s"] for s in ("server", "engine"))
         print(f"  {streams} streams: {ours:.0f} of {engine:.0f} tokens/s ({ours / engine:.1%})")
     print(save_result("gpu_serving", measured))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from importlib import resources
 from pathlib import Path
@@ -75,10 +76,15 @@ def write_random_engine(folder: Path, spec: ModelSpec, precision: str = "bf16") 
 def _write_noise(path: Path, nbytes: int, precision: str) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    chunks = [
+        torch.randn(_CHUNK, device=device).mul_(0.02).to(dtype).cpu().view(torch.uint8).numpy()
+        for _ in range(4)  # in turn: making more would take longer than writing
+    ]
     with path.open("wb") as file:
         left = nbytes
-        while left:
-            noise = torch.randn(_CHUNK, device=device).mul_(0.02).to(dtype)
-            part = noise.cpu().view(torch.uint8).numpy()[:left]
+        for chunk in itertools.cycle(chunks):
+            part = chunk[:left]
             file.write(part.data)
             left -= len(part)
+            if not left:
+                return
