@@ -82,7 +82,9 @@ def _replacement(weights: WeightEditor, node: onnx.NodeProto) -> list[onnx.NodeP
     if node.domain != DOMAIN:
         return [node]
     if node.op_type == "LinearInt4":
-        return [_linear_int4(weights, node, list(node.input), node.name, node.output[0])]
+        x, *stored = node.input
+        inputs = [x, *_int4_tensors(weights, node, *stored)]
+        return [_linear_int4(weights, node, inputs, node.name, node.output[0])]
     if node.op_type in ("Experts", "ExpertsInt4"):
         return _experts(weights, node)
     return [node]
@@ -93,14 +95,14 @@ def _experts(weights: WeightEditor, node: onnx.NodeProto) -> list[onnx.NodeProto
     name, quantized = node.name, node.op_type == "ExpertsInt4"
     half = len(tensors) // 2  # one tensor each, or codes, scales and zero points
     first, second = tensors[:half], tensors[half:]
+    if quantized:
+        block_size, columns = _attribute(node, "group_size"), weights.shape(second[0])[2]
+        if columns % block_size:  # blocks must not span experts
+            raise BuildError(_misfit(name, second[0], columns, block_size))
+        first, second = (_int4_tensors(weights, node, *names) for names in (first, second))
     for tensor in first:
         experts, rows, columns = weights.shape(tensor)
         weights.reshape(tensor, (experts * rows, columns))
-    block_size = _attribute(node, "group_size") if quantized else 1
-    if weights.shape(second[0])[2] % max(block_size, 2):
-        raise BuildError(_misfit(name, second[0], weights.shape(second[0])[2], block_size))
-    if quantized and _attribute(node, "symmetric"):
-        second = second[:2]
     for tensor in second:
         weights.swap_first_axes(tensor)
     both, hidden = f"{name}.both", f"{name}.hidden"
@@ -125,22 +127,28 @@ def _experts(weights: WeightEditor, node: onnx.NodeProto) -> list[onnx.NodeProto
     ]
 
 
+def _int4_tensors(
+    weights: WeightEditor, node: onnx.NodeProto, codes: str, scales: str, zero_points: str
+) -> list[str]:
+    """Return what a product with INT4 weights reads: signed codes, scales and any shifts."""
+    weights.make_signed(codes)
+    if _attribute(node, "symmetric"):
+        return [codes, scales]
+    return [codes, scales, weights.add_shifts(f"{codes}.shifts", scales, zero_points)]
+
+
 def _linear_int4(
     weights: WeightEditor, node: onnx.NodeProto, inputs: list[str], name: str, output: str
 ) -> onnx.NodeProto:
-    """Return the product of x with INT4 weights; inputs are x, codes, scales and zero points."""
-    x, codes, scales = inputs[:3]
+    """Return the product of x with INT4 weights; inputs are x and then _int4_tensors."""
+    codes = inputs[1]
     block_size, columns = _attribute(node, "group_size"), weights.shape(codes)[1]
     if columns % block_size:
         raise BuildError(_misfit(name, codes, columns, block_size))
-    weights.make_signed(codes)
-    attributes = {"block_size": block_size}
-    if _attribute(node, "symmetric"):
-        return _call("LinearInt4Signed", [x, codes, scales], name, output, **attributes)
-    shifts = weights.add_shifts(f"{codes}.shifts", scales, inputs[3])
-    call = _call("LinearInt4Shifted", [x, codes, scales, shifts], name, output, **attributes)
-    call.attribute.append(helper.make_attribute("blocks", [columns // block_size]))
-    return call
+    if len(inputs) == 3:
+        return _call("LinearInt4Signed", inputs, name, output, block_size=block_size)
+    blocks = [columns // block_size]
+    return _call("LinearInt4Shifted", inputs, name, output, block_size=block_size, blocks=blocks)
 
 
 def _call(op: str, inputs: list[str], name: str, output: str, **attributes: Any) -> onnx.NodeProto:

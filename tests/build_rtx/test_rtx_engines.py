@@ -17,12 +17,14 @@ import pytest
 from onnx import helper, numpy_helper
 
 from deepseek_triton.build.engine_dir import load_engine_dir
+from deepseek_triton.build.graph_report import REPORT_FILE
 from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.build.tensorrt import TENSORRT_RTX, compile_engine
 from deepseek_triton.build.trt_builder import Profile, TensorRTBuild
 from deepseek_triton.build.trt_graph import build
 from deepseek_triton.build.trt_sidecar import SIDECAR_FILE
+from deepseek_triton.calibrate.quantize import QuantizeOptions, quantize_checkpoint
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.errors import BuildError, ConfigError
@@ -78,6 +80,26 @@ def test_a_model_of_each_family_builds(
     assert (
         description["engine_bytes"] > weights * {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5}[precision]
     )
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_quantised_checkpoint_builds(tmp_path: Path, symmetric: bool) -> None:
+    config = preset_config("v3") | SMALL | {"moe_intermediate_size": 64}
+    write_random_checkpoint(tmp_path / "checkpoint", config)
+    options = QuantizeOptions(method="rtn", group_size=64, symmetric=symmetric)
+    quantize_checkpoint(tmp_path / "checkpoint", tmp_path / "int4", options, [])
+    build_engine(
+        tmp_path / "int4",
+        tmp_path / "engine",
+        target="tensorrt_rtx",
+        precision="bf16",
+        limits=limits("89"),
+    )
+    report = json.loads((tmp_path / "engine" / REPORT_FILE).read_text())
+    assert report["calls"]["ExpertsInt4"] == 1 and report["calls"]["LinearInt4"] > 4
+    # Every INT4 product of the portable model is one here, and experts are two.
+    dequantized = report["calls"]["LinearInt4"] + 2 * report["calls"]["ExpertsInt4"]
+    assert report["built"]["DequantizeLinear"] == dequantized
 
 
 # Width and depth of the INT4 layers below: 8 and 12 million weights.

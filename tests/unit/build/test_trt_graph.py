@@ -11,13 +11,14 @@ from onnx import helper, numpy_helper
 
 from deepseek_triton.build.graph_passes import cancelling_pairs
 from deepseek_triton.build.trt_graph import build
+from deepseek_triton.calibrate.quantize import QuantizeOptions, quantize_checkpoint
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
-from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.errors import BuildError
 from deepseek_triton.export.functions import DOMAIN, function_library
 from deepseek_triton.export.portable import export_portable
+from deepseek_triton.quantize.checkpoint import open_checkpoint
 from tests.unit.build.test_graph_passes import step_inputs
 
 FLOAT, UINT4, INT4 = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT4, onnx.TensorProto.INT4
@@ -35,7 +36,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def export(checkpoint: Path, folder: Path, precision: str = "fp32") -> Path:
     spec = read_model_spec(checkpoint)
-    return export_portable(spec, CheckpointReader(checkpoint), folder, precision=precision)
+    reader = open_checkpoint(checkpoint, spec)
+    return export_portable(spec, reader, folder, precision=precision)
 
 
 def test_the_rewritten_model_computes_what_the_portable_one_does(
@@ -77,6 +79,27 @@ def test_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     build(path)
     with pytest.raises(BuildError, match="not a portable model"):
         build(path)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_quantised_checkpoint_gives_the_numbers_of_its_portable_model(
+    tmp_path: Path, symmetric: bool
+) -> None:
+    config = preset_config("v3") | {"moe_intermediate_size": 64}
+    checkpoint = write_random_checkpoint(tmp_path / "checkpoint", config)
+    options = QuantizeOptions(method="rtn", group_size=32, symmetric=symmetric)
+    quantize_checkpoint(checkpoint, tmp_path / "int4", options, [])
+    path = export(tmp_path / "int4", tmp_path / "onnx")
+    calls = onnx.load_model(path, load_external_data=False).graph.node
+    kinds = {node.op_type for node in calls}
+    assert {"LinearInt4", "ExpertsInt4"} < kinds
+    inputs = step_inputs(onnx.load_model(path, load_external_data=False))
+    expected = session_of(path).run(None, inputs)
+    build(path)
+    model = onnx.load_model(path, load_external_data=False)
+    assert UINT4 not in {tensor.data_type for tensor in model.graph.initializer}
+    for before, after in zip(expected, session_of(path).run(None, inputs), strict=True):
+        np.testing.assert_allclose(after, before, atol=2e-4)
 
 
 # INT4. T tokens, E experts of F hidden units over D columns.
