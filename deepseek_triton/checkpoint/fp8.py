@@ -20,8 +20,8 @@ from deepseek_triton.errors import CheckpointError, UnsupportedModelError
 _SCALE_SUFFIX = "_scale_inv"
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _FLOAT32 = np.dtype(np.float32)
-_VALUES = np.arange(256, dtype=np.uint8).view(_FP8).astype(np.float32)
-"""The value of every code; looking it up is several times faster than converting."""
+_BIAS = np.float32(2.0**120)  # float32's exponent bias 127 against 7
+_NAN = np.int8(0x7F)
 
 
 def present_fp8(reader: CheckpointReader, config: Fields) -> None:
@@ -42,10 +42,17 @@ def dequantize_fp8(
     """Return weight [N, K] float8 · scales [⌈N/rows⌉, ⌈K/columns⌉], `block` = (rows, columns)."""
     rows, columns = block
     values = np.empty(weight.shape, np.float32)
-    codes = weight.view(np.uint8)
+    codes = weight.view(np.int8)
     for index, scale in enumerate(np.asarray(scales, np.float32)):
         part = slice(index * rows, (index + 1) * rows)
-        np.take(_VALUES, codes[part], out=values[part])
+        # The fields of the code, moved to where float32 has them: twice as fast as a conversion.
+        bits = values[part].view(np.uint32)
+        bits[...] = codes[part]
+        bits <<= np.uint32(20)
+        bits &= np.uint32(0x87F00000)
+        values[part] *= _BIAS
+        if (nan := codes[part] & _NAN == _NAN).any():
+            values[part][nan] = np.nan
         values[part] *= np.repeat(scale, columns)[: weight.shape[1]]
     return values
 

@@ -41,7 +41,8 @@ def test_every_code_has_the_value_of_the_format() -> None:
     assert values[0, 0x7E] == 448.0  # the largest: 1.75 · 2⁸
     assert values[0, 0x01] == 2.0**-9  # the smallest
     assert values[0, 0xC0] == -2.0
-    assert np.isnan(values[0, 0x7F])
+    assert np.isnan(values[0, [0x7F, 0xFF]]).all()
+    np.testing.assert_array_equal(values, codes.astype(np.float32))
 
 
 @pytest.fixture
