@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from deepseek_triton.checkpoint.fields import Fields, describe
 from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor
 from deepseek_triton.errors import UnsupportedModelError
-from deepseek_triton.quantize.int4 import Int4Linear, unpack_words
+from deepseek_triton.quantize.int4 import Int4Linear
 from deepseek_triton.quantize.parts import FLOATS, WORDS, as_float32, sources, take
 
-_PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # column i of a word is its nibble _PLACES[i]
-_ROWS = 512  # of K that are unpacked at a time
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds the column _ORDER[i] of its eight
+_WORDS = 64  # of a row that are unpacked at a time, so that they stay in the processor's cache
 
 
 def present_awq(reader: CheckpointReader, config: Fields) -> None:
@@ -62,12 +62,13 @@ def present_awq(reader: CheckpointReader, config: Fields) -> None:
 def _unpack(tensor: CheckpointTensor) -> NDArray[np.uint8]:
     """Return [N, K] codes of words [K, N/8]."""
     words = tensor.read()
-    codes = np.empty((8 * words.shape[1], len(words)), np.uint8)
-    for start in range(0, len(words), _ROWS):
-        rows = slice(start, start + _ROWS)
-        nibbles = unpack_words(words[rows]).reshape(-1, words.shape[1], 8)
-        codes[:, rows] = nibbles[..., _PLACES].reshape(len(nibbles), -1).T
-    return codes
+    codes = np.empty((words.shape[1], 8, len(words)), np.uint8)
+    for start in range(0, words.shape[1], _WORDS):
+        part = slice(start, start + _WORDS)
+        columns = np.ascontiguousarray(words[:, part].T).view(np.uint32)
+        for nibble, place in enumerate(_ORDER):
+            codes[part, place] = columns >> np.uint32(4 * nibble) & np.uint32(15)
+    return codes.reshape(-1, len(words))
 
 
 def _scales(tensor: CheckpointTensor) -> NDArray[np.float32]:
