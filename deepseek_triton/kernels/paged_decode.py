@@ -80,7 +80,7 @@ def choose_tile(
     if dtype == torch.float32:
         block_n, stages = 16 if wide else 32, 1
     else:
-        block_n, stages = 64, 2 if wide else 3
+        block_n, stages = 64, 2 if wide else 3  # three wide stages do not fit
     tiles = max(1, triton.cdiv(capacity, block_n))
     wanted = max(1, _PROGRAMS // (batch * groups * triton.cdiv(heads, block_h)))
     return DecodeTile(min(wanted, tiles, _MAX_SPLITS), block_n, block_h, 4, stages)
@@ -104,8 +104,9 @@ def paged_decode(
     q [B, H, D], heads of a group adjacent; k_pool [N, block_size, groups · D]; v_pool [N,
     block_size, groups · value_dim], or None: a key's first value_dim numbers are its value (one
     group). block_tables [B, M] int32; context_lens [B] int32, the new token's key, which is in the
-    pool already, included; 0 gives zeros. block_size is a power of two of at least 16. Slots beyond
-    a row's context are not read.
+    pool already, included; 0 gives zeros; it is read early, so the kernel launched just before must
+    not be what writes it. block_size is a power of two of at least 16. Slots beyond a row's context
+    are not read.
     """
     batch, heads, width = q.shape
     capacity = block_tables.shape[1] * k_pool.shape[1]
