@@ -1,0 +1,1 @@
+"""Triton-language GPU kernels, each with a plain torch reference beside it. Needs torch."""
