@@ -56,6 +56,7 @@ AIMS = {
     "prefill": {1024: 15.0, 8192: 90.0},
 }
 CONTEXT = 1024
+PROFILE = True
 BATCHES = (1, 8, 64)
 
 
@@ -97,7 +98,8 @@ def decode(kind: str, group_size: int) -> dict[str, Any]:
         measured[f"prefill_{tokens}"] = result
     runner.close()
     collect()
-    measured["kernels"] = profile(model, spec)
+    if PROFILE:
+        measured["kernels"] = profile(model, spec)
     return measured
 
 
@@ -211,7 +213,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--name", default="gpu_h200", help="of the file in perf/results")
+    parser.add_argument("--no-profile", action="store_true", help="without the kernel tables")
     arguments = parser.parse_args()
+    globals()["PROFILE"] = not arguments.no_profile
     measured: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "cuda": torch.version.cuda,
