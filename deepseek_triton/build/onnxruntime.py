@@ -25,6 +25,7 @@ import onnx
 import onnx.inliner
 from onnx import helper, numpy_helper
 
+from deepseek_triton.build.graph_passes import simplify
 from deepseek_triton.build.ort_functions import (
     CONTRIB_DOMAIN,
     CONTRIB_VERSION,
@@ -61,7 +62,9 @@ def build(model_path: Path, int4_accuracy_level: int = ACCURACY_LEVELS[0]) -> No
         rewrite(model)
         # ONNX Runtime would inline the functions itself, but 1.23, the last for Python 3.10, checks
         # shapes before that and finds none.
-        onnx.save_model(onnx.inliner.inline_local_functions(model), path)
+        inlined = onnx.inliner.inline_local_functions(model)
+        simplify(inlined)
+        onnx.save_model(inlined, path)
     int4.trim(model.graph for model in models)
 
 

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from deepseek_triton.build.graph_passes import cancelling_pairs
 from deepseek_triton.build.onnxruntime import _experts, _split_by_head, build, rewrite
 from deepseek_triton.build.ort_functions import CONTRIB_DOMAIN, ort_functions
 from deepseek_triton.checkpoint.config import read_model_spec
@@ -66,6 +67,13 @@ def test_every_call_is_inlined(portable: Path) -> None:
     assert {node.domain for node in model.graph.node} == {"", CONTRIB_DOMAIN}
     experts = [n.op_type for n in model.graph.node if n.domain == CONTRIB_DOMAIN]
     assert experts.count("MoE") == len(spec.moe_layers)
+
+
+def test_no_transpose_reshape_or_cast_is_left_that_a_pass_could_remove(portable: Path) -> None:
+    build(portable)
+    model = onnx.load_model(portable, load_external_data=False)
+    assert cancelling_pairs(model) == []
+    assert len(model.graph.node) < 520  # more than 560 without the passes
 
 
 def test_no_unused_weight_is_left(portable: Path) -> None:
