@@ -14,15 +14,22 @@ from typing import Any, TypeAlias
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepseek_triton.kernels.experts_int4 import one_token_down_int4
 from deepseek_triton.kernels.experts_one_token import one_token
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 from deepseek_triton.kernels.routing import group_pairs
-from deepseek_triton.kernels.tiles import dense_product, int4_product, int4_product_few
+from deepseek_triton.kernels.tiles import (
+    dense_product,
+    described_product,
+    int4_product,
+    int4_product_few,
+)
 
 Matrices: TypeAlias = "torch.Tensor | Int4Tensor"  # one matrix for each expert
+USE_DESCRIPTORS = False  # fetch weights of many tokens by the tensor memory unit: not timed yet
 FEW_TOKENS = 64  # up to here tokens are matched by each program; beyond, sorted first
 
 
@@ -164,12 +171,16 @@ class _Grouped:
         *,
         down: bool,
     ) -> None:
-        _, features, width = matrix.shape
+        num_experts, features, width = matrix.shape
         groups = self._groups
         tile = grouped_tile(groups.block_rows, features, width, a.dtype, int4=_is_int4(matrix))
         tiles = triton.cdiv(features, tile.block_n)
+        described = None
+        if USE_DESCRIPTORS and _describable(matrix):
+            rows = _operands(matrix)[0].view(num_experts * features, width)
+            described = TensorDescriptor.from_tensor(rows, [tile.block_n, tile.block_k])
         _grouped_product[(tiles * groups.block_experts.numel(),)](
-            a, groups.pairs, groups.block_experts, weights, *_operands(matrix), out,
+            a, groups.pairs, groups.block_experts, weights, *_operands(matrix), described, out,
             features, tiles,
             K=width, PAIRS=ids.shape[1], BLOCK_M=tile.block_m, DOWN=down,
             **_options(a, matrix, tile),
@@ -199,6 +210,11 @@ def grouped_tile(
     if int4:
         return ExpertTile(rows, 128, 128, 8, 3)
     return ExpertTile(rows, 256 if features >= 256 else 64, min(whole, 64), 8, 4)
+
+
+def _describable(matrix: Matrices) -> bool:
+    """Whether the tensor memory unit can fetch tiles of it: rows of 16-byte multiples."""
+    return not isinstance(matrix, Int4Tensor) and matrix.shape[-1] * matrix.itemsize % 16 == 0
 
 
 def _is_int4(matrix: Matrices) -> bool:
@@ -322,8 +338,8 @@ def _few_product(
 
 @triton.jit
 def _grouped_product(
-    a_ptr, pairs_ptr, block_experts_ptr, weights_ptr, matrix_ptr, scales_ptr, zeros_ptr, out_ptr,
-    features, tiles,
+    a_ptr, pairs_ptr, block_experts_ptr, weights_ptr, matrix_ptr, scales_ptr, zeros_ptr,
+    descriptor, out_ptr, features, tiles,
     K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DOWN: tl.constexpr, GROUP: tl.constexpr,
     ASM: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
@@ -335,10 +351,21 @@ def _grouped_product(
     expert = tl.load(block_experts_ptr + block)
     if expert >= 0:
         pair = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-        _tile_product(
-            a_ptr, pair, expert, first, weights_ptr, matrix_ptr, scales_ptr, zeros_ptr, out_ptr,
-            features, K, PAIRS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOWN, GROUP, ASM, IEEE,
-        )  # fmt: skip
+        if descriptor is not None:
+            source = tl.maximum(pair if DOWN else pair // PAIRS, 0)
+            acc = described_product(
+                a_ptr + source.to(tl.int64) * K, pair >= 0, descriptor, expert * features + first,
+                K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+            _store_tile(
+                acc, pair, pair >= 0, first, weights_ptr, out_ptr, features, BLOCK_M, BLOCK_N, DOWN
+            )
+        else:
+            _tile_product(
+                a_ptr, pair, expert, first, weights_ptr, matrix_ptr, scales_ptr, zeros_ptr,
+                out_ptr, features, K, PAIRS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DOWN, GROUP, ASM,
+                IEEE,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -21,10 +21,12 @@ class Int4Tensor:
     """
 
     codes: torch.Tensor  # […, N, ⌈K / 128⌉ · 32] int16
-    scales: torch.Tensor  # […, G, N] in the dtype of x; G = ⌈K / group_size⌉
-    zeros: torch.Tensor | None  # […, G, N] zero point + base, same dtype; None = 8 everywhere
+    # float32 although `dtype` would hold them: copies into shared memory take 4 bytes or more.
+    scales: torch.Tensor  # […, G, N] float32; G = ⌈K / group_size⌉
+    zeros: torch.Tensor | None  # […, G, N] float32, zero point + base; None = 8 everywhere
     group_size: int
     width: int  # K
+    dtype: torch.dtype  # of the layer's input and output
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -32,15 +34,15 @@ class Int4Tensor:
         return (*self.codes.shape[:-1], self.width)
 
     def dense(self) -> torch.Tensor:
-        """Return the weights […, N, K] in the dtype of the scales, computed in float32."""
+        """Return the weights […, N, K] in `dtype`, computed in float32."""
         blocks = self.codes.unflatten(-1, (-1, _COLUMNS // 4))
         quarters = [(blocks >> shift) & 15 for shift in (0, 4, 8, 12)]
         columns = torch.cat(quarters, -1).flatten(-2)[..., : self.width]
         group = torch.arange(self.width, device=columns.device) // self.group_size
         zero: torch.Tensor | float = 8.0
         if self.zeros is not None:
-            zero = (self.zeros.float() - _BASE[self.zeros.dtype]).mT[..., group]
-        return ((columns.float() - zero) * self.scales.float().mT[..., group]).to(self.scales.dtype)
+            zero = (self.zeros - _BASE[self.dtype]).mT[..., group]
+        return ((columns.float() - zero) * self.scales.mT[..., group]).to(self.dtype)
 
 
 def pack_int4(
@@ -48,8 +50,8 @@ def pack_int4(
 ) -> Int4Tensor:
     """Reorder weights stored two codes a byte along K, low nibble first.
 
-    packed […, N, K/2] uint8, scales […, N, G], zero_points […, N, G] 0 … 15, or None for 8. All
-    zero points being 8 counts as None. Copies; works on the device of its arguments.
+    packed […, N, K/2] uint8, scales […, N, G] of the layer's dtype, zero_points […, N, G] 0 … 15,
+    or None for 8. All zero points being 8 counts as None. Copies, on its arguments' device.
 
     Raises:
         ValueError: a shape or the group size does not fit.
@@ -66,5 +68,6 @@ def pack_int4(
     words = torch.stack([low, high], -1).flatten(-3).view(torch.int16)  # little endian
     zeros = None
     if zero_points is not None and bool((zero_points != 8).any()):
-        zeros = (zero_points.mT.to(scales.dtype) + _BASE[scales.dtype]).contiguous()
-    return Int4Tensor(words, scales.mT.contiguous(), zeros, group_size, width)
+        zeros = (zero_points.mT.float() + _BASE[scales.dtype]).contiguous()
+    tables = scales.mT.float().contiguous()
+    return Int4Tensor(words, tables, zeros, group_size, width, scales.dtype)

@@ -54,6 +54,28 @@ def dense_product(
 
 
 @triton.jit
+def described_product(
+    a_rows, valid_m, descriptor, row,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `dense_product`, with weight rows row … fetched by the tensor memory unit.
+
+    `descriptor` is that of the weights with tiles of [BLOCK_N, BLOCK_K]; rows and columns beyond
+    the weights' end count as 0.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = valid_m[:, None]
+        if K % BLOCK_K != 0:
+            inside = inside & (k < K)[None, :]
+        a = tl.load(a_rows[:, None] + k[None, :], mask=inside, other=0)
+        acc = tl.dot(a, descriptor.load([row, start]).T, acc)
+    return acc
+
+
+@triton.jit
 def spread(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Return the four nibbles of int16 words, lowest first, as DTYPE plus 128 (fp16: 1,024)."""
     if ASM and DTYPE == tl.bfloat16:
@@ -120,10 +142,10 @@ def int4_product(
             a = tl.load(a_rows[:, None] + k[None, :], mask=inside, other=0)
             if q * _QUARTER % GROUP == 0:  # a group begins; the next one's scales set out
                 following = start + q * _QUARTER + GROUP
-                scale = next_scale.to(tl.float32)[:, None]
+                scale = next_scale[:, None]
                 next_scale = _group_row(scales, following, valid_n, stride, K, GROUP)
                 if zeros is not None:
-                    zero = next_zero[:, None]
+                    zero = next_zero.to(dtype)[:, None]
                     next_zero = _group_row(zeros, following, valid_n, stride, K, GROUP)
             w = quarters[q] - (zero if zeros is not None else symmetric)
             part = tl.dot(w, a.T, part, input_precision=precision)
@@ -135,10 +157,13 @@ def int4_product(
 
 @triton.jit
 def load_int4_blocks(word_rows, valid_n, at, inside):
-    """Return the words [STEP, BLOCK_N, 32] of blocks that begin `at` [STEP] words into a row."""
+    """Return the words [STEP, BLOCK_N, 32] of blocks that begin `at` [STEP] words into a row.
+
+    Others are undefined: any bits are some codes, and their columns of the other factor are 0.
+    """
     word = at[:, None, None] + tl.arange(0, 32)[None, None, :]
     mask = inside[:, None, None] & valid_n[None, :, None]
-    return tl.load(word_rows[None, :, None] + word, mask=mask, other=0)
+    return tl.load(word_rows[None, :, None] + word, mask=mask)
 
 
 @triton.jit
@@ -174,11 +199,12 @@ def int4_block_product(
             at = (group * stride + table_at)[:, None]
             scale = tl.load(scales[None, :] + at, mask=valid_n[None, :], other=0)[:, :, None]
             if zeros is not None:
-                zero = tl.load(zeros[None, :] + at, mask=valid_n[None, :], other=0)[:, :, None]
+                zero = tl.load(zeros[None, :] + at, mask=valid_n[None, :], other=0)
+                zero = zero.to(dtype)[:, :, None]
         w = quarters[q] - (zero if zeros is not None else symmetric)
         part = tl.dot(w, tl.permute(a, 0, 2, 1), part, input_precision=precision)
         if (q + 1) * 32 % GROUP == 0 or q == 3:
-            acc += part * scale.to(tl.float32)
+            acc += part * scale
             part = tl.zeros(shape, tl.float32)
     return acc
 

@@ -314,6 +314,8 @@ def expert_case(
     kind: str,
     tile: Any = None,
     down: Int4Tile | None = None,
+    *,
+    described: bool = False,
 ) -> Case:
     """A mixture of experts, shared ones included."""
     width, total, chosen, size = shape
@@ -332,6 +334,7 @@ def expert_case(
         def run(i: int) -> Any:
             pair, chosen_ids = weights[i % copies], ids[i % ids_sets]
             with ExitStack() as stack:
+                stack.enter_context(patch.object(experts_module, "USE_DESCRIPTORS", described))
                 if tile:
                     name = "few_tile" if tokens <= 64 else "grouped_tile"
                     choose = patch.object(experts_module, name, lambda *_, **__: tile)
@@ -356,6 +359,7 @@ def expert_case(
     label = "v2" if shape == V2_LITE else "v3"
     name = f"experts {kind} {label} T={tokens}" + (f" {_short(tile)}" if tile else "")
     name += f" down {_short(down)}" if down else ""
+    name += " described" if described else ""
     calls = 12 if tokens <= 64 else 2
     return Case(
         name, prepare, check, moved, tokens * chosen * 6 * width * size, calls=calls, tolerance=2e-2
@@ -383,6 +387,7 @@ def _stacked_int4(shape: tuple[int, ...], symmetric: bool) -> Int4Tensor:
         zeros,
         parts[0].group_size,
         parts[0].width,
+        DTYPE,
     )
 
 
@@ -391,6 +396,8 @@ def expert_cases(sweep: bool) -> Iterator[Case]:
     for kind in ("bf16", "int4"):
         for tokens in (1, 2, 8, 64, 1024, 8192):
             yield expert_case(tokens, V2_LITE, kind)
+    yield expert_case(1024, V2_LITE, "bf16", described=True)
+    yield expert_case(8192, V2_LITE, "bf16", described=True)
     yield expert_case(8, V2_LITE, "int4z")
     yield expert_case(64, V2_LITE, "int4z")
     for tokens in (1, 8, 64):

@@ -89,6 +89,15 @@ def test_int4_experts(tokens: int, group_size: int, symmetric: bool, dtype: torc
     assert relative_error(got, want) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("size", [24, 40])
+def test_weights_fetched_by_descriptors(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepseek_triton.kernels.experts.USE_DESCRIPTORS", True)
+    x, ids, weights = torch.randn(70, 48).half(), choices(70, 5, 2), torch.rand(70, 2)
+    gate_up, down = matrices(5, size, 48, torch.float16)
+    want = by_hand(x, ids, weights, gate_up, down)
+    assert relative_error(experts(x, ids, weights, gate_up, down), want) < 1.5e-3
+
+
 def test_residual_is_updated_in_place() -> None:
     for tokens in (1, 5):
         x, ids, weights = torch.randn(tokens, 32), choices(tokens, 4, 2), torch.rand(tokens, 2)
