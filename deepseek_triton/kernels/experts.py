@@ -192,7 +192,7 @@ def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> Expe
     block_t = max(8 if int4 else 16, triton.next_power_of_2(tokens))
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
-        return ExpertTile(block_t, 16, min(whole, 32), 4, 2)
+        return ExpertTile(block_t, 32, min(whole, 64), 4, 2)
     if int4 and tokens == 1:  # all programs run at once
         return ExpertTile(block_t, 64, 512, 4, 2)
     if int4:

@@ -65,7 +65,7 @@ def assert_same(results: tuple[tuple[np.ndarray, np.ndarray], ...]) -> None:
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize(("vocab", "seeds"), [(50, 4), (5000, 2)])
+@pytest.mark.parametrize(("vocab", "seeds"), [(50, 2), (5000, 1)])
 def test_draws_the_host_s_tokens(vocab: int, seeds: int, ties: bool) -> None:
     for seed in range(seeds):
         uniforms = np.random.default_rng(seed).random(len(PARAMS)).astype(np.float32)
