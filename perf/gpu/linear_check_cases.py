@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import check_data
 import torch
+from check_data import Case, poisoned, randn, random_ids, random_int4, relative, tile_name
+from expert_check_cases import expert_cases
+from sampling_check_cases import sampling_cases
 
-from deepseek_triton.kernels import experts as experts_module
-from deepseek_triton.kernels import experts_int4 as down_module
 from deepseek_triton.kernels import linear as linear_module
 from deepseek_triton.kernels import linear_int4 as int4_module
-from deepseek_triton.kernels.experts import ExpertTile, experts, experts_reference
-from deepseek_triton.kernels.int4_tensor import Int4Tensor, pack_int4
 from deepseek_triton.kernels.linear import linear, linear_reference
 from deepseek_triton.kernels.linear_int4 import Int4Tile, linear_int4
 from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference, router
 
-DEVICE = "cuda"
-DTYPE = torch.bfloat16
-V2_LITE = (2048, 66, 8, 1408)  # width, experts with the shared ones, chosen, expert width
-V3 = (7168, 257, 9, 2048)
 V2_ROUTING = Routing("softmax", 64, 6, num_shared=2)
 V3_ROUTING = Routing("sigmoid", 256, 8, 2.5, True, 8, 4, 1)
-
-
-@dataclass(frozen=True)
-class Case:
-    """prepare() makes the data and returns run(i); check(run) returns the relative error."""
-
-    name: str
-    prepare: Callable[[], Callable[[int], Any]]
-    check: Callable[[Callable[[int], Any]], float]
-    bytes: float = 0.0
-    flops: float = 0.0
-    calls: int = 24
-    timed: bool = True
-    tolerance: float = 1e-2
 
 
 def all_cases(*, sweep: bool) -> Iterator[Case]:
@@ -47,25 +27,8 @@ def all_cases(*, sweep: bool) -> Iterator[Case]:
     yield from linear_cases(sweep)
     yield from int4_cases(sweep)
     yield from routing_cases()
+    yield from sampling_cases()
     yield from expert_cases(sweep)
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return ‖got − want‖ / ‖want‖; infinite if anything is not finite."""
-    got, want = got.double(), want.double()
-    if not bool(torch.isfinite(got).all()):
-        return float("inf")
-    return float((got - want).norm() / want.norm())
-
-
-def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Return normal data in the type under test."""
-    return torch.randn(*shape, device=DEVICE, dtype=DTYPE) * scale
-
-
-def poisoned(*shape: int) -> torch.Tensor:
-    """Return a tensor of NaN, so that what is not written shows."""
-    return torch.full(shape, float("nan"), device=DEVICE, dtype=DTYPE)
 
 
 # ------------------------------------------------------------------------------------------ linear
@@ -100,16 +63,12 @@ def linear_case(rows: int, features: int, width: int, form: str, tile: Any = Non
         x, weight, options, y = run(1)
         return relative(y, linear_reference(x, weight, **options))
 
-    name = f"linear {form} M={rows} {width}->{features}" + (f" {_short(tile)}" if tile else "")
+    name = f"linear {form} M={rows} {width}->{features}" + (f" {tile_name(tile)}" if tile else "")
     moved = features * width * 2 * (2 if gated else 1)
     return Case(name, prepare, check, moved, 2 * rows * moved / 2)
 
 
 _TILE = linear_module._tile
-
-
-def _short(tile: Any) -> str:
-    return "/".join(str(v) for v in vars(tile).values())
 
 
 def linear_cases(sweep: bool) -> Iterator[Case]:
@@ -149,17 +108,6 @@ def linear_cases(sweep: bool) -> Iterator[Case]:
 # -------------------------------------------------------------------------------------------- int4
 
 
-def random_int4(*shape: int, group: int = 128, symmetric: bool = True) -> Int4Tensor:
-    """Random weights […, N, K] of about unit gain."""
-    groups = -(-shape[-1] // group)
-    packed = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=DEVICE)
-    scales = (torch.rand(*shape[:-1], groups, device=DEVICE) + 0.5) * (shape[-1] ** -0.5 / 5)
-    zeros = None
-    if not symmetric:
-        zeros = torch.randint(5, 12, (*shape[:-1], groups), dtype=torch.uint8, device=DEVICE)
-    return pack_int4(packed, scales.to(DTYPE), zeros, group)
-
-
 def int4_case(
     rows: int,
     features: int,
@@ -196,7 +144,7 @@ def int4_case(
     kind = "sym" if symmetric else "zero"
     kind += " norm" if norm else ""
     name = f"int4 g{group} {kind} M={rows} {width}->{features}" + (
-        f" {_short(tile)}" if tile else ""
+        f" {tile_name(tile)}" if tile else ""
     )
     moved = features * width * (0.5 + 2 / group)
     return Case(name, prepare, check, moved, 2 * rows * features * width, calls=48)
@@ -249,10 +197,10 @@ def route_case(name: str, routing: Routing, tokens: int) -> Case:
     """The choice of experts."""
 
     def prepare() -> Callable[[int], Any]:
-        logits = torch.randn(tokens, routing.num_experts, device=DEVICE)
+        logits = torch.randn(tokens, routing.num_experts, device=check_data.DEVICE)
         bias = None
         if routing.kind == "sigmoid":
-            bias = torch.randn(routing.num_experts, device=DEVICE) * 0.1
+            bias = torch.randn(routing.num_experts, device=check_data.DEVICE) * 0.1
         return lambda i: (logits, bias, route(logits, routing, bias))
 
     def check(run: Callable[[int], Any]) -> float:
@@ -296,141 +244,3 @@ def group_case(tokens: int) -> Case:
         return 0.0 if same else 1.0
 
     return Case(f"group_pairs T={tokens}", prepare, check)
-
-
-# ----------------------------------------------------------------------------------------- experts
-
-
-def random_ids(tokens: int, total: int, chosen: int, shared: int = 2) -> torch.Tensor:
-    """Ids [T, chosen] int32: routed ones drawn without repetition, then all shared ones."""
-    routed = torch.rand(tokens, total - shared, device=DEVICE).argsort(1)[:, : chosen - shared]
-    always = torch.arange(total - shared, total, device=DEVICE).expand(tokens, -1)
-    return torch.cat([routed, always], 1).int()
-
-
-def expert_case(
-    tokens: int,
-    shape: tuple[int, int, int, int],
-    kind: str,
-    tile: Any = None,
-    down: Int4Tile | None = None,
-    *,
-    described: bool = False,
-) -> Case:
-    """A mixture of experts, shared ones included."""
-    width, total, chosen, size = shape
-    shared = 2 if shape == V2_LITE else 1
-    ids_sets = 6
-
-    def prepare() -> Callable[[int], Any]:
-        make = _dense if kind == "bf16" else _int4_symmetric if kind == "int4" else _int4_zeros
-        copies = 2 if tokens <= 64 and shape == V2_LITE else 1
-        weights = [(make(total, 2 * size, width), make(total, width, size)) for _ in range(copies)]
-        x = randn(tokens, width)
-        ids = [random_ids(tokens, total, chosen, shared) for _ in range(ids_sets)]
-        scores = torch.rand(tokens, chosen, device=DEVICE)
-        residual, out = randn(tokens, width), poisoned(tokens, width)
-
-        def run(i: int) -> Any:
-            pair, chosen_ids = weights[i % copies], ids[i % ids_sets]
-            with ExitStack() as stack:
-                stack.enter_context(patch.object(experts_module, "USE_DESCRIPTORS", described))
-                if tile:
-                    name = "few_tile" if tokens <= 64 else "grouped_tile"
-                    choose = patch.object(experts_module, name, lambda *_, **__: tile)
-                    stack.enter_context(choose)
-                if down:
-                    stack.enter_context(patch.object(down_module, "down_tile", lambda: down))
-                y = experts(x, chosen_ids, scores, *pair, residual=residual, out=out)
-            return x, chosen_ids, scores, pair, residual, y
-
-        return run
-
-    def check(run: Callable[[int], Any]) -> float:
-        x, ids, scores, pair, residual, y = run(1)
-        few = min(tokens, 256)  # the reference is slow
-        want = experts_reference(x[:few], ids[:few], scores[:few], *pair, residual=residual[:few])
-        return relative(y[:few], want) if bool(torch.isfinite(y).all()) else float("inf")
-
-    active = total - shared
-    expected = active * (1 - (1 - (chosen - shared) / active) ** tokens) + shared
-    bytes_per_weight = 2.0 if kind == "bf16" else 0.5 + 2 / 128
-    moved = expected * 3 * width * size * bytes_per_weight
-    label = "v2" if shape == V2_LITE else "v3"
-    name = f"experts {kind} {label} T={tokens}" + (f" {_short(tile)}" if tile else "")
-    name += f" down {_short(down)}" if down else ""
-    name += " described" if described else ""
-    calls = 12 if tokens <= 64 else 2
-    return Case(
-        name, prepare, check, moved, tokens * chosen * 6 * width * size, calls=calls, tolerance=2e-2
-    )
-
-
-def _dense(*shape: int) -> torch.Tensor:
-    return randn(*shape, scale=shape[-1] ** -0.5)
-
-
-def _int4_symmetric(*shape: int) -> Int4Tensor:
-    return _stacked_int4(shape, True)
-
-
-def _int4_zeros(*shape: int) -> Int4Tensor:
-    return _stacked_int4(shape, False)
-
-
-def _stacked_int4(shape: tuple[int, ...], symmetric: bool) -> Int4Tensor:
-    parts = [random_int4(*shape[1:], symmetric=symmetric) for _ in range(shape[0])]
-    zeros = None if symmetric else torch.stack([p.zeros for p in parts if p.zeros is not None])
-    return Int4Tensor(
-        torch.stack([p.codes for p in parts]),
-        torch.stack([p.scales for p in parts]),
-        zeros,
-        parts[0].group_size,
-        parts[0].width,
-        DTYPE,
-    )
-
-
-def expert_cases(sweep: bool) -> Iterator[Case]:
-    """Yield mixtures of experts."""
-    for kind in ("bf16", "int4"):
-        for tokens in (1, 2, 8, 64, 1024, 8192):
-            yield expert_case(tokens, V2_LITE, kind)
-    yield expert_case(1024, V2_LITE, "bf16", described=True)
-    yield expert_case(8192, V2_LITE, "bf16", described=True)
-    yield expert_case(8, V2_LITE, "int4z")
-    yield expert_case(64, V2_LITE, "int4z")
-    for tokens in (1, 8, 64):
-        yield expert_case(tokens, V3, "int4")
-    yield expert_case(8, V3, "bf16")
-    if sweep:
-        yield from expert_sweep()
-
-
-def expert_sweep() -> Iterator[Case]:
-    """Yield mixtures of experts with other tiles."""
-    for block_n, block_k, warps, stages in (
-        (64, 128, 4, 3),
-        (128, 128, 4, 3),
-    ):
-        yield expert_case(8, V2_LITE, "bf16", ExpertTile(16, block_n, block_k, warps, stages))
-        yield expert_case(64, V2_LITE, "bf16", ExpertTile(64, block_n, block_k, warps, stages))
-    for block_n, block_k, warps, stages in (
-        (32, 512, 4, 2),
-        (32, 1024, 8, 2),
-        (64, 512, 4, 3),
-        (16, 2048, 4, 1),
-    ):
-        for tokens in (1, 8, 64):
-            shape = ExpertTile(max(8, tokens), block_n, block_k, warps, stages)
-            yield expert_case(tokens, V2_LITE, "int4", shape)
-    for warps, stages, step in ((4, 3, 8), (8, 3, 8), (8, 2, 16)):
-        yield expert_case(1, V2_LITE, "int4", down=Int4Tile(8, 16, warps, stages, step))
-    for block_n, block_k, warps, stages in (
-        (128, 64, 8, 3),
-        (256, 64, 8, 4),
-    ):
-        for tokens in (1024, 8192):
-            rows = 128 if tokens * 8 >= 64 * 66 else 64
-            shape = ExpertTile(rows, block_n, block_k, warps, stages)
-            yield expert_case(tokens, V2_LITE, "bf16", shape)
