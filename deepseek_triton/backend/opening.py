@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +23,6 @@ from deepseek_triton.text.guide import GuideCompiler
 from deepseek_triton.text.tokenizer import TOKENIZER_FILE
 
 _logger = logging.getLogger(__name__)
-
-# Seconds. Python's default of 5 ms is half a step of 64 rows: that long the engine's thread could
-# wait for the one that sends its outputs, each time that it comes back from the device.
-_SWITCH_INTERVAL_S = 1e-4
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,6 @@ def open_engine(config: EngineConfig) -> tuple[Engine, EngineLimits]:
     Raises EngineMismatchError for a directory that cannot be served, ConfigError for settings that
     do not fit it.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     engine_dir = load_engine_dir(Path(config.engine_dir))
     manifest = engine_dir.manifest
     limits = EngineLimits(

@@ -2,8 +2,8 @@
 
 engine ──▶ emit ──▶ pending, by request ──▶ outbox thread ──▶ Reply.send
 
-Sending takes a round trip to the server each time. When sending falls behind, each request gets
-what piled up as one response: under load a response carries more, and none is lost or late.
+Sending takes a round trip to the server each time. A request that falls behind gets what piled up
+as one response: under load a response carries more, and none is lost or late.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepseek_triton.request import RequestKey, TokenOutput
 
 _logger = logging.getLogger(__name__)
 
-_MAX_BACKLOG = 8  # outputs of all requests that still go out one by one
+_MAX_BACKLOG = 8  # outputs of one request that still go out one by one
 _BEAT_S = 0.5
 _MAX_BEATS_PER_S = 50
 
@@ -57,9 +57,9 @@ class _Entry:
             return self.last_contact
         return self.last_contact + self.reply.interval_s
 
-    def take(self, behind: bool) -> list[TokenOutput]:
-        """Remove and return the outputs of the next response: all of them if `behind`."""
-        merge_all = self.reply.interval_s > 0 or behind
+    def take(self) -> list[TokenOutput]:
+        """Remove and return the outputs of the next response."""
+        merge_all = self.reply.interval_s > 0 or len(self.outputs) > _MAX_BACKLOG
         count = len(self.outputs) if merge_all else 1
         taken, self.outputs = self.outputs[:count], self.outputs[count:]
         return taken
@@ -127,10 +127,9 @@ class Outbox:
         """Return whom to contact now, and with what; no outputs: a beat."""
         now = time.monotonic()
         contacts = []
-        behind = sum(len(entry.outputs) for entry in self._pending.values()) > _MAX_BACKLOG
         for key, entry in list(self._pending.items()):
             if entry.due() <= now or self._closing:
-                outputs = entry.take(behind)
+                outputs = entry.take()
                 contacts.append((key, entry, outputs))
                 if not entry.outputs:
                     del self._pending[key]
