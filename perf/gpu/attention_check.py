@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from attention_decode_cases import decode_cases
 from attention_prefill_cases import prefill_cases
+from check_data import Case
 from linear_check import run_cases
-from linear_check_cases import Case
 
 
 def all_cases(*, sweep: bool) -> Iterator[Case]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from linear_check_cases import DEVICE, DTYPE, Case, randn, relative
+from check_data import DEVICE, DTYPE, Case, randn, relative
 
 from deepseek_triton.kernels.append_kv import append_grouped_query, append_grouped_query_reference
 from deepseek_triton.kernels.combine import combine_project, combine_project_reference

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from attention_decode_cases import BLOCK_SIZE, NOPE, RANK, ROPE, SCALE, VALUE, WIDTH, make_cache
-from linear_check_cases import DEVICE, Case, randn, relative
+from check_data import DEVICE, Case, randn, relative
 
 from deepseek_triton.kernels.latent_prefill import (
     latent_attention_prefill,
