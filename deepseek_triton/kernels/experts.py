@@ -188,16 +188,17 @@ class _Grouped:
 
 
 def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> ExpertTile:
-    """Choose tiles for up to FEW_TOKENS tokens: many bytes in flight on each multiprocessor."""
-    block_t = max(8 if int4 else 16, triton.next_power_of_2(tokens))
+    """Choose tiles for up to FEW_TOKENS tokens: many bytes in flight on each multiprocessor.
+
+    INT4 takes several blocks of 128 columns at a time where block_k is more than 128.
+    """
+    block_t = max(16, triton.next_power_of_2(tokens))
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
         return ExpertTile(block_t, 32, min(whole, 64), 4, 2)
     if int4 and tokens == 1:  # all programs run at once
-        return ExpertTile(block_t, 64, 512, 4, 2)
-    if int4:
-        return ExpertTile(block_t, 32, 512, 4, 3)
-    return ExpertTile(block_t, 64, min(whole, 128), 4, 3)
+        return ExpertTile(8, 64, 512, 4, 2)
+    return ExpertTile(block_t, 64, min(whole, 128), 4, 4 if int4 else 3)
 
 
 def grouped_tile(
@@ -284,10 +285,10 @@ def _tile_product(
         word_rows = matrix_ptr + row * ((K + 127) // 128 * 32)
         table = expert.to(tl.int64) * features * ((K + GROUP - 1) // GROUP) + n
         zeros = zeros_ptr + table if zeros_ptr is not None else None
-        if BLOCK_M <= 16:
+        if BLOCK_K > 128:
             acc = int4_product_few(
                 a_rows, valid_m, word_rows, valid_n, scales_ptr + table, zeros, features,
-                K, BLOCK_M, BLOCK_N, (BLOCK_K + 127) // 128, STAGES, GROUP, ASM, IEEE,
+                K, BLOCK_M, BLOCK_N, BLOCK_K // 128, STAGES, GROUP, ASM, IEEE,
             ).T  # fmt: skip
         else:
             acc = int4_product(
@@ -323,7 +324,8 @@ def _few_product(
     if (count > 16) | ((BLOCK_T <= 16) & (count > 0)):
         _tile_product(
             a_ptr, pair, expert, first, weights_ptr, matrix_ptr, scales_ptr, zeros_ptr, out_ptr,
-            features, K, PAIRS, BLOCK_T, BLOCK_N, BLOCK_K if BLOCK_T <= 16 else BLOCK_K // 2,
+            features, K, PAIRS, BLOCK_T, BLOCK_N,
+            BLOCK_K if BLOCK_T <= 16 or GROUP > 0 else BLOCK_K // 2,
             STAGES, DOWN, GROUP, ASM, IEEE,
         )  # fmt: skip
     elif count > 0:

@@ -129,13 +129,16 @@ def expert_sweep() -> Iterator[Case]:
         yield expert_case(8, V2_LITE, "bf16", ExpertTile(16, block_n, block_k, warps, stages))
         yield expert_case(64, V2_LITE, "bf16", ExpertTile(64, block_n, block_k, warps, stages))
     for block_n, block_k, warps, stages in (
-        (32, 512, 4, 2),
-        (32, 1024, 8, 2),
-        (64, 512, 4, 3),
-        (16, 2048, 4, 1),
+        (128, 128, 4, 4),
+        (128, 128, 4, 3),
+        (256, 128, 8, 3),
+        (64, 128, 4, 3),
+        (64, 128, 4, 2),
+        (32, 512, 4, 3),
+        (64, 256, 4, 3),
     ):
-        for tokens in (1, 8, 64):
-            shape = ExpertTile(max(8, tokens), block_n, block_k, warps, stages)
+        for tokens in (8, 64):
+            shape = ExpertTile(max(16, tokens), block_n, block_k, warps, stages)
             yield expert_case(tokens, V2_LITE, "int4", shape)
     for warps, stages, step in ((4, 3, 8), (8, 3, 8), (8, 2, 16)):
         yield expert_case(1, V2_LITE, "int4", down=Int4Tile(8, 16, warps, stages, step))
