@@ -1,8 +1,8 @@
 """Linear layers on floating-point weights, with what stands around them in a decoder fused in.
 
-Few rows (decode) are bound by reading the weights: one row takes plain multiply-adds on a few
-weight rows a program, up to 64 take the tensor cores with tiles small enough to fill the card.
-More rows are cuBLAS's business.
+One row is bound by reading the weights and takes plain multiply-adds on a few weight rows a
+program, which set out before the kernel's turn comes. Several rows of a very wide layer (a head)
+take the tensor cores here; everything else is cuBLAS's business, which was faster on an H200.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
-from deepseek_triton.kernels.tiles import inverse_rms
+from deepseek_triton.kernels.rms_norm import rms_norm
+from deepseek_triton.kernels.swiglu import swiglu as gated
+from deepseek_triton.kernels.tiles import dense_product
 
-SMALL_ROWS = 64  # up to here our own kernels; beyond, cuBLAS
+SMALL_ROWS = 64  # up to here our own kernel for layers of at least MANY_FEATURES
+MANY_FEATURES = 16384
 
 
 def linear(
@@ -41,24 +44,19 @@ def linear(
     features = weight.shape[0] // 2 if swiglu else weight.shape[0]
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    if rows > SMALL_ROWS:
-        return _large(x, weight, bias, norm_weight, eps, residual, swiglu, out)
-    tile = _tile(rows, features, width, x.dtype)
-    kernel = _gemv if rows == 1 else _few_rows
-    block = {} if rows == 1 else {"BLOCK_M": tile.block_m}
+    if rows > 1 and norm_weight is not None:
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
+    if rows > 1 and (rows > SMALL_ROWS or features < MANY_FEATURES or swiglu):
+        return _cublas(x, weight, bias, residual, swiglu, out)
+    tile = _tile(rows, width, x.dtype)
+    kernel, options = _few_rows, {"BLOCK_M": tile.block_m, "IEEE": x.dtype == torch.float32}
+    if rows == 1:
+        kernel, options = _gemv, {"norm_ptr": norm_weight, "eps": eps, "SWIGLU": swiglu}
     kernel[(triton.cdiv(features, tile.block_n),)](
-        x, weight, bias, norm_weight, residual, out,
-        rows, features, eps, x.stride(0), out.stride(0),
+        x, weight, bias, residual, out, rows, features, x.stride(0), out.stride(0),
         residual.stride(0) if residual is not None else 0,
-        K=width,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        STAGES=tile.stages,
-        SWIGLU=swiglu,
-        IEEE=x.dtype == torch.float32,
-        num_warps=tile.warps,
-        **block,
-        **dependent_launch(x),
+        K=width, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
+        num_warps=tile.warps, **options, **dependent_launch(x),
     )  # fmt: skip
     return out
 
@@ -97,40 +95,27 @@ class _Tile:
     stages: int
 
 
-def _tile(rows: int, features: int, width: int, dtype: torch.dtype) -> _Tile:
-    """Choose tiles that give every multiprocessor work and keep enough bytes in flight."""
+def _tile(rows: int, width: int, dtype: torch.dtype) -> _Tile:
+    """Choose tiles that keep enough bytes in flight."""
     whole = max(16, triton.next_power_of_2(width))
     if rows == 1:
         return _Tile(1, 4, min(whole, 2048 if width <= 2048 else 1024), 4, 3)
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
         return _Tile(block_m, 16, min(whole, 32), 4, 2)
-    if features >= 16384:
-        return _Tile(block_m, 128, min(whole, 128), 4, 3)
-    if block_m <= 32:
-        block_n = 16 if features <= 4096 else 32
-        return _Tile(block_m, block_n, min(whole, 256), 4, 4)
-    return _Tile(block_m, 32, min(whole, 128), 4, 4)
+    return _Tile(block_m, 128, min(whole, 128), 4, 3)
 
 
-def _large(
+def _cublas(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
     residual: torch.Tensor | None,
     swiglu: bool,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    from deepseek_triton.kernels.rms_norm import rms_norm
-    from deepseek_triton.kernels.swiglu import swiglu as gated
-
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
     if swiglu:
-        both = torch.nn.functional.linear(x, weight, bias)
-        gated(both, out=out)
+        gated(torch.nn.functional.linear(x, weight, bias), out=out)
         return out if residual is None else out.add_(residual)
     if residual is None and bias is None:
         return torch.mm(x, weight.T, out=out)
@@ -152,10 +137,10 @@ def _gemv_tile(w, x_ptr, norm_ptr, k, K: tl.constexpr):
 
 @triton.jit
 def _gemv(
-    x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
-    rows, features, eps, x_stride, out_stride, residual_stride,
+    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr,
+    rows, features, x_stride, out_stride, residual_stride, norm_ptr, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    SWIGLU: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+    SWIGLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of x: program i owns BLOCK_N results. The norm's scale is applied to the sums."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -202,44 +187,23 @@ def _gemv(
 
 @triton.jit
 def _few_rows(
-    x_ptr, w_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr,
-    rows, features, eps, x_stride, out_stride, residual_stride,
+    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr,
+    rows, features, x_stride, out_stride, residual_stride,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, SWIGLU: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M rows of x: program i owns BLOCK_N columns of the result."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     valid_n = n < features
     valid_m = m < rows
-    w_rows = w_ptr + n.to(tl.int64) * K
-    up_rows = w_rows + features.to(tl.int64) * K
-    x_rows = x_ptr + m * x_stride
     await_inputs(PDL)
-    if norm_ptr is not None:
-        scale = inverse_rms(x_rows, valid_m, eps, K, BLOCK_M, BLOCK_K)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_rows[:, None] + k[None, :], mask=valid_m[:, None] & (k < K)[None, :], other=0)
-        if norm_ptr is not None:
-            norm = tl.load(norm_ptr + k, mask=k < K, other=0).to(tl.float32)
-            x = (x.to(tl.float32) * scale[:, None] * norm[None, :]).to(x.dtype)
-        mask = valid_n[:, None] & (k < K)[None, :]
-        w = tl.load(w_rows[:, None] + k[None, :], mask=mask, other=0)
-        acc = tl.dot(x, w.T, acc, input_precision=precision)
-        if SWIGLU:
-            up = tl.load(up_rows[:, None] + k[None, :], mask=mask, other=0)
-            acc_up = tl.dot(x, up.T, acc_up, input_precision=precision)
+    acc = dense_product(
+        x_ptr + m * x_stride, valid_m, w_ptr + n.to(tl.int64) * K, valid_n,
+        K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, IEEE,
+    )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=valid_n, other=0).to(tl.float32)[None, :]
-    if SWIGLU:
-        if bias_ptr is not None:
-            up_bias = tl.load(bias_ptr + features + n, mask=valid_n, other=0)
-            acc_up += up_bias.to(tl.float32)[None, :]
-        acc = acc * tl.sigmoid(acc) * acc_up
     mask = valid_m[:, None] & valid_n[None, :]
     if residual_ptr is not None:
         at = residual_ptr + m[:, None] * residual_stride + n[None, :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -53,7 +54,10 @@ def linear_case(rows: int, features: int, width: int, form: str, tile: Any = Non
         def run(i: int) -> Any:
             if form == "cublas":
                 return x, weights[i % copies], options, torch.mm(x, weights[i % copies].T, out=out)
-            with patch.object(linear_module, "_tile", (lambda *_: tile) if tile else _TILE):
+            with ExitStack() as stack:
+                if tile:
+                    stack.enter_context(patch.object(linear_module, "_tile", lambda *_: tile))
+                    stack.enter_context(patch.object(linear_module, "MANY_FEATURES", 0))
                 y = linear(x, weights[i % copies], out=out, **options)
             return x, weights[i % copies], options, y
 
@@ -66,9 +70,6 @@ def linear_case(rows: int, features: int, width: int, form: str, tile: Any = Non
     name = f"linear {form} M={rows} {width}->{features}" + (f" {tile_name(tile)}" if tile else "")
     moved = features * width * 2 * (2 if gated else 1)
     return Case(name, prepare, check, moved, 2 * rows * moved / 2)
-
-
-_TILE = linear_module._tile
 
 
 def linear_cases(sweep: bool) -> Iterator[Case]:

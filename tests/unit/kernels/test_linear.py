@@ -8,6 +8,15 @@ from deepseek_triton.kernels.swiglu import swiglu, swiglu_reference
 from tests.unit.kernels.int4_weights import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
+OWN = pytest.mark.parametrize("own", [True, False])
+
+
+@pytest.fixture
+def prefer(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    """Several rows take our kernel, or PyTorch's."""
+    monkeypatch.setattr("deepseek_triton.kernels.linear.MANY_FEATURES", 0 if own else 10**9)
+
+
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 
 
@@ -34,12 +43,24 @@ def test_everything_fused_equals_the_layers_one_by_one(
 
 
 @DTYPES
+@OWN
+@pytest.mark.usefixtures("prefer")
 @pytest.mark.parametrize("rows", [1, 2, 64, 65])
 def test_plain_product_writes_every_element(rows: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(rows, 48, dtype=dtype), torch.randn(19, 48, dtype=dtype)
     out = torch.full((rows, 19), float("nan"), dtype=dtype)
     assert linear(x, weight, out=out) is out
     assert relative_error(out, x.double() @ weight.double().T) < TOLERANCE[dtype]
+
+
+@OWN
+@pytest.mark.usefixtures("prefer")
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_bias_and_residual_in_place(rows: int) -> None:
+    x, weight, bias, stream = (torch.randn(*s) for s in ((rows, 32), (24, 32), (24,), (rows, 24)))
+    want = stream + x @ weight.T + bias
+    linear(x, weight, bias, residual=stream, out=stream)
+    torch.testing.assert_close(stream, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 70])
@@ -50,6 +71,8 @@ def test_residual_is_updated_in_place(rows: int) -> None:
     torch.testing.assert_close(stream, want, rtol=1e-4, atol=1e-5)
 
 
+@OWN
+@pytest.mark.usefixtures("prefer")
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_row_of_a_wider_tensor_is_read_and_written_by_its_stride(rows: int) -> None:
     x, weight = torch.randn(rows, 100)[:, :32], torch.randn(24, 32)
@@ -59,6 +82,8 @@ def test_a_row_of_a_wider_tensor_is_read_and_written_by_its_stride(rows: int) ->
     assert not wide[:, 24:].any()
 
 
+@pytest.mark.parametrize("own", [True])
+@pytest.mark.usefixtures("prefer")
 def test_a_row_s_result_does_not_depend_on_its_company() -> None:
     x, weight = torch.randn(8, 40), torch.randn(16, 40)
     together = linear(x, weight)
