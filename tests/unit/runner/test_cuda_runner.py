@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir  # noqa: E402
 from deepseek_triton.build.pipeline import build_engine  # noqa: E402
+from deepseek_triton.calibrate.quantize import QuantizeOptions, quantize_checkpoint  # noqa: E402
 from deepseek_triton.checkpoint.presets import preset_config  # noqa: E402
 from deepseek_triton.checkpoint.random import write_random_checkpoint  # noqa: E402
 from deepseek_triton.errors import ConfigError, EngineMismatchError  # noqa: E402
@@ -201,3 +202,21 @@ def test_a_closed_runner_runs_nothing(runner: CudaRunner) -> None:
     runner.close()
     with pytest.raises(RuntimeError, match="closed"):
         runner.forward([row(PROMPTS[0], TABLES[0])])
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_an_int4_engine_gives_the_logits_of_onnx_runtime(
+    folder: Path, tmp_path: Path, symmetric: bool
+) -> None:
+    options = QuantizeOptions("rtn", 32, symmetric)
+    quantize_checkpoint(folder / "checkpoint", tmp_path / "checkpoint", options, [])
+    build_engine(tmp_path / "checkpoint", tmp_path / "cuda", target="cuda", block_size=16)
+    build_engine(tmp_path / "checkpoint", tmp_path / "onnxruntime", int4_accuracy_level=0)
+    whole = row(PROMPTS[1], TABLES[1])
+    exact = OnnxRuntimeRunner.load(tmp_path / "onnxruntime", num_blocks=NUM_BLOCKS, num_threads=1)
+    _, want = exact.forward([whole])
+    ours = CudaRunner.open(load_engine_dir(tmp_path / "cuda"), num_blocks=NUM_BLOCKS, device="cpu")
+    assert {call.op for call in ours._model.program.calls} >= {"deepseek.ExpertsInt4"}  # type: ignore[union-attr]
+    close(ours.forward([whole]), want)
+    ours.close()
+    exact.close()
