@@ -205,11 +205,10 @@ def test_a_closed_runner_runs_nothing(runner: CudaRunner) -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_an_int4_engine_gives_the_logits_of_onnx_runtime(
-    folder: Path, tmp_path: Path, symmetric: bool
-) -> None:
+def test_an_int4_engine_gives_the_logits_of_onnx_runtime(tmp_path: Path, symmetric: bool) -> None:
+    write_random_checkpoint(tmp_path / "original", preset_config("v2-lite"))
     options = QuantizeOptions("rtn", 32, symmetric)
-    quantize_checkpoint(folder / "checkpoint", tmp_path / "checkpoint", options, [])
+    quantize_checkpoint(tmp_path / "original", tmp_path / "checkpoint", options, [])
     build_engine(tmp_path / "checkpoint", tmp_path / "cuda", target="cuda", block_size=16)
     build_engine(tmp_path / "checkpoint", tmp_path / "onnxruntime", int4_accuracy_level=0)
     whole = row(PROMPTS[1], TABLES[1])
