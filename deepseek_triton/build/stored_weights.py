@@ -90,7 +90,8 @@ class StoredWeights:
             offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
             file.write(bytes(offset - file.tell()))
             for block in blocks:
-                file.write(np.ascontiguousarray(block).data)
+                # As bytes: bfloat16 is no type that a buffer knows.
+                file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
                 self.bar.update(block.nbytes)
             length = file.tell() - offset
         entries = {"location": EXTRA_FILE, "offset": offset, "length": length}

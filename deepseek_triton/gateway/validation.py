@@ -17,6 +17,11 @@ def validation_error(error: RequestValidationError) -> ApiError:
     location = list(first.get("loc", ()))[1:]
     if kind == "json_invalid":
         return bad_request(None, "the request's body is not valid JSON")
+    if not location and not isinstance(error.body, dict):
+        # curl -d says that its data is a form unless it is told otherwise.
+        return bad_request(
+            None, "send a JSON object, with the header Content-Type: application/json"
+        )
     if kind == "unsupported_parameter":
         return bad_request(first["ctx"]["param"], message, "unsupported_parameter")
     param = _path(location, error.body, missing=kind in ("missing", "extra_forbidden"))

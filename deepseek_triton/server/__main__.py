@@ -11,6 +11,7 @@ from types import FrameType
 
 from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.build.manifest import MANIFEST_NAME
+from deepseek_triton.build.pipeline import is_current
 from deepseek_triton.errors import ConfigError, DeepseekTritonError
 from deepseek_triton.gateway.__main__ import add_arguments as add_gateway_arguments
 from deepseek_triton.log import configure_logging
@@ -115,6 +116,11 @@ def _engine_dir(engine: str, checkpoint: str) -> Path:
             f"CHECKPOINT={checkpoint}: this looks like an engine directory: use ENGINE={checkpoint}"
         )
     engine_dir = Path(engine) if engine else cached_engine_path(Path(checkpoint))
+    if engine and engine_dir.exists() and not is_current(engine_dir, Path(checkpoint)):
+        raise ConfigError(
+            f"ENGINE={engine}: exists, and is not what CHECKPOINT={checkpoint} builds by default: "
+            "leave out CHECKPOINT to serve it as it is, or choose another ENGINE"
+        )
     ensure_engine(Path(checkpoint), engine_dir)
     return engine_dir
 

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_triton.build.pipeline import build_engine
+from deepseek_triton.checkpoint.presets import preset_config
+from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.server.__main__ import main, parse_arguments
 
 
@@ -47,3 +50,17 @@ def test_a_folder_of_the_other_kind_is_told_apart(
     assert f"use CHECKPOINT={tmp_path / 'c'}" in caplog.text
     assert main(["--checkpoint", f"{tmp_path / 'e'}"]) == 1
     assert f"use ENGINE={tmp_path / 'e'}" in caplog.text
+
+
+def test_another_engine_is_not_replaced_by_a_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepseek_triton.server.__main__.configure_logging", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    checkpoint, engine = tmp_path / "checkpoint", tmp_path / "engine"
+    write_random_checkpoint(checkpoint, preset_config("v2-lite"))
+    build_engine(checkpoint, engine, precision="bf16")
+    before = (engine / "manifest.json").read_bytes()
+    assert main(["--engine", str(engine), "--checkpoint", str(checkpoint)]) == 1
+    assert "leave out CHECKPOINT to serve it as it is" in caplog.text
+    assert (engine / "manifest.json").read_bytes() == before
