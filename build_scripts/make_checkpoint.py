@@ -24,7 +24,8 @@ def main() -> int:
     )
     args = parser.parse_args()
     if not args.out:
-        parser.error("--out is empty: make checkpoint OUT=dir [ARCH=v2-lite|v2|v3] [SEED=0]")
+        kinds = "|".join(PRESETS)
+        parser.error(f"--out is empty: make checkpoint OUT=dir [ARCH={kinds}] [SEED=0]")
     try:
         path = write_random_checkpoint(
             Path(args.out),

@@ -106,7 +106,7 @@ def _load_cuda(config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits
     except ImportError as error:
         raise ConfigError(
             f"{engine_dir.path}: built for cuda, which needs PyTorch ({error}); "
-            "run pip install 'deepseek-triton[cuda]', or build with TARGET=onnxruntime"
+            "run .venv/bin/pip install -e '.[cuda]', or build with TARGET=onnxruntime"
         ) from error
     return CudaRunner.open(
         engine_dir,

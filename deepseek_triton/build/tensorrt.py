@@ -72,7 +72,7 @@ TENSORRT = Flavor(
     "use an NVIDIA container that has TensorRT, such as nvidia/tensorrt or "
     "nvidia/tritonserver:<version>-trtllm-python-py3, on a machine with the GPU",
 )
-TENSORRT_RTX = Flavor("tensorrt_rtx", "run pip install 'deepseek-triton[tensorrt-rtx]'")
+TENSORRT_RTX = Flavor("tensorrt_rtx", "run .venv/bin/pip install -e '.[tensorrt-rtx]'")
 FLAVORS = {flavor.module: flavor for flavor in (TENSORRT, TENSORRT_RTX)}
 
 

@@ -106,7 +106,7 @@ def compile_kernel(row_bytes: int) -> tuple[bytes, int]:
 
 _INSTALL = (
     "running a TensorRT engine needs the packages cuda-bindings and nvidia-cuda-nvrtc ({error}): "
-    "pip install 'deepseek-triton[tensorrt]'"
+    ".venv/bin/pip install -e '.[tensorrt]'"
 )
 
 

@@ -26,9 +26,10 @@ def resolve_ports(host: str, ports: Mapping[str, int]) -> dict[str, int]:
         if port in taken:
             raise ServerError(f"{taken[port]} and {setting} are both {port}; change one of them")
         if port and not _is_free(host, port):
+            variable = setting.lstrip("-").replace("-", "_").upper()
             raise ServerError(
                 f"port {port} on {host} is in use; stop what listens there or choose another "
-                f"with {setting} (make serve {setting.lstrip('-').replace('-', '_').upper()}=…)"
+                f"with {setting} (make: {variable}=…)"
             )
         if port:
             taken[port] = setting

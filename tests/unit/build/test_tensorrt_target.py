@@ -111,7 +111,7 @@ def test_a_target_whose_module_is_missing_says_how_to_get_it(
     with pytest.raises(ConfigError, match=r"'tensorrt'.*nvidia/tensorrt"):
         find_target("tensorrt", "fp16")
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    with pytest.raises(ConfigError, match=r"pip install 'deepseek-triton\[tensorrt-rtx\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tensorrt-rtx\]'"):
         find_target("tensorrt_rtx", "fp16")
     monkeypatch.setitem(sys.modules, "tensorrt", ModuleType("tensorrt"))  # a stub package
     with pytest.raises(ConfigError, match="has no builder; use an NVIDIA container"):

@@ -43,7 +43,7 @@ extern "C" void launch(const unsigned long long* pools, const unsigned long long
 """
 
 
-@pytest.mark.skipif(not NVRTC, reason="pip install 'deepseek-triton[tensorrt]'")
+@pytest.mark.skipif(not NVRTC, reason="pip install -e '.[tensorrt]'")
 @pytest.mark.parametrize(("row_bytes", "units"), [(1152, 72), (24, 3), (36, 9), (6, 3)])
 def test_the_kernel_compiles_for_every_width_of_a_row(row_bytes: int, units: int) -> None:
     ptx, found = compile_kernel(row_bytes)
