@@ -22,11 +22,13 @@ PORTS = ("--http-port", "--grpc-port", "--metrics-port", "--gateway-port")
 
 @pytest.fixture
 def up(engine: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], openai.OpenAI]]:
-    """A launcher of its own, on a copy of the engine's name so that its processes are known."""
-    link = tmp_path / "engine"
-    link.symlink_to(engine)
+    """A launcher of its own, on a copy of the engine, so that its processes are known."""
+    own = tmp_path / "engine"
+    own.mkdir()
+    for file in engine.iterdir():
+        os.link(file, own / file.name)
     ports = resolve_ports("127.0.0.1", dict.fromkeys(PORTS, 0))
-    command = [sys.executable, "-m", "deepseek_triton.server", "--gateway", "--engine", str(link)]
+    command = [sys.executable, "-m", "deepseek_triton.server", "--gateway", "--engine", str(own)]
     command += [f"{name}={port}" for name, port in ports.items()]
     env = {**os.environ, "DEEPSEEK_TRITON_KV_CACHE_NUM_BLOCKS": "1024"}
     url = f"http://127.0.0.1:{ports['--gateway-port']}"
@@ -59,7 +61,7 @@ def test_a_signal_ends_both(up: tuple[subprocess.Popen[bytes], openai.OpenAI]) -
 
 
 def test_a_server_that_dies_breaks_the_stream_in_words_and_ends_both(
-    up: tuple[subprocess.Popen[bytes], openai.OpenAI], engine: Path
+    up: tuple[subprocess.Popen[bytes], openai.OpenAI], tmp_path: Path
 ) -> None:
     launcher, client = up
     stream: Any = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **LONG)
@@ -69,4 +71,4 @@ def test_a_server_that_dies_breaks_the_stream_in_words_and_ends_both(
         for chunk in stream:
             assert chunk.choices[0].finish_reason is None
     assert launcher.wait(30.0) == 1
-    wait_until(lambda: not processes_serving(engine), 10.0, "no process is left")
+    wait_until(lambda: not processes_serving(tmp_path / "engine"), 10.0, "no process is left")
