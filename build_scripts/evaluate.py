@@ -24,6 +24,8 @@ from deepseek_triton.evaluate.perplexity import (
     cut_windows,
     score_windows,
 )
+from deepseek_triton.evaluate.stepping import SteppingScorer
+from deepseek_triton.runner.base import ScoringRunner
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
 from deepseek_triton.text.documents import read_documents, standard_library, token_stream
 from deepseek_triton.text.tokenizer import Tokenizer
@@ -102,10 +104,30 @@ def _measure(engine: Path, windows: NDArray[np.int32]) -> tuple[Scores, NDArray[
     """Score `windows` and continue their beginnings."""
     spec = load_engine_dir(engine, verify_contents=False).manifest.kv_cache
     longest = max(windows.shape[1], PROMPT_TOKENS + NEW_TOKENS)
-    runner = OnnxRuntimeRunner.load(engine, num_blocks=spec.blocks_for(longest))
-    with closing(runner):
+    with closing(_open(engine, spec.blocks_for(longest))) as runner:
         scores = score_windows(runner, windows, engine.name)
         return scores, continue_greedily(runner, windows[:, :PROMPT_TOKENS], NEW_TOKENS)
+
+
+def _open(path: Path, num_blocks: int) -> ScoringRunner:
+    """Load an engine of any target that a runner of ours runs."""
+    engine = load_engine_dir(path)
+    target = engine.manifest.target
+    if target == "onnxruntime":
+        return OnnxRuntimeRunner(engine, num_blocks=num_blocks)
+    if target == "cuda":
+        import torch
+
+        from deepseek_triton.runner.cuda import CudaRunner
+
+        # Without a GPU in plain PyTorch, which is slow and takes fp32 alone.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return SteppingScorer(CudaRunner.open(engine, num_blocks=num_blocks, device=device))
+    if target in ("tensorrt", "tensorrt_rtx"):
+        from deepseek_triton.runner.tensorrt import TensorRTRunner
+
+        return SteppingScorer(TensorRTRunner(engine, num_blocks=num_blocks))
+    raise ConfigError(f"ENGINE: {path} is for {target}, which runs in NVIDIA's container alone")
 
 
 def read_tokens(folder: Path, text: str) -> NDArray[np.int32]:
