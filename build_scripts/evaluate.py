@@ -116,9 +116,15 @@ def _open(path: Path, num_blocks: int) -> ScoringRunner:
     if target == "onnxruntime":
         return OnnxRuntimeRunner(engine, num_blocks=num_blocks)
     if target == "cuda":
-        import torch
+        try:
+            import torch
 
-        from deepseek_triton.runner.cuda import CudaRunner
+            from deepseek_triton.runner.cuda import CudaRunner
+        except ImportError as error:
+            raise ConfigError(
+                f"ENGINE: {path} is for cuda, which needs PyTorch ({error}); "
+                "run .venv/bin/pip install -e '.[cuda]'"
+            ) from error
 
         # Without a GPU in plain PyTorch, which is slow and takes fp32 alone.
         device = "cuda" if torch.cuda.is_available() else "cpu"

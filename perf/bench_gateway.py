@@ -17,9 +17,9 @@ import queue
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +113,15 @@ def first_tokens(ask: Ask) -> dict[str, float]:
 def throughput(make: Callable[[str], Ask], url: str, streams: int) -> dict[str, float]:
     """Ask `streams` requests at the same time, each on a connection of its own."""
     asks = [make(url) for _ in range(streams)]
-    arrivals: list[list[float]] = [[] for _ in asks]
 
-    def run(index: int, tokens: int) -> None:
-        arrivals[index] = asks[index](prompt(index), tokens)
+    def run(index: int, tokens: int) -> list[float]:
+        return asks[index](prompt(index), tokens)
 
-    for tokens in (4, OUTPUT_TOKENS):  # the first round opens the connections
-        started = time.perf_counter()
-        threads = [threading.Thread(target=run, args=(i, tokens)) for i in range(streams)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(streams) as pool:
+        for tokens in (4, OUTPUT_TOKENS):  # the first round opens the connections
+            started = time.perf_counter()
+            # A request that failed raises here: without it the figures would mean nothing.
+            arrivals = list(pool.map(run, range(streams), [tokens] * streams))
     # A response may carry several tokens; every request made exactly OUTPUT_TOKENS.
     summary = summarize(started, arrivals)
     end = max(times[-1] for times in arrivals)

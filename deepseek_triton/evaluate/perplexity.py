@@ -45,6 +45,9 @@ def cut_windows(tokens: NDArray[np.int32], length: int, count: int) -> NDArray[n
     Neighbours share one token, which one of them predicts and the other begins with. Raises
     ConfigError for a text shorter than one window.
     """
+    for name, value in (("windows", count), ("window-length", length)):
+        if value < 1:
+            raise ConfigError(f"{name}: {value}; at least 1 is needed")
     available = (len(tokens) - 1) // length
     if available < 1:
         raise ConfigError(

@@ -76,6 +76,8 @@ def make_server(options: GatewayOptions, model: ServedModel) -> uvicorn.Server:
         access_log=False,  # the gateway writes its own
         log_level="warning",
         timeout_graceful_shutdown=10,
+        # Longer than clients keep theirs: a request on a connection that closes is an error there.
+        timeout_keep_alive=75,
         server_header=False,
     )
     return uvicorn.Server(config)

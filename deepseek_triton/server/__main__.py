@@ -109,7 +109,12 @@ def _engine_dir(engine: str, checkpoint: str) -> Path:
             raise ConfigError(
                 f"ENGINE={engine}: this looks like a checkpoint: use CHECKPOINT={engine}"
             )
-        load_engine_dir(Path(engine), verify_contents=False)
+        manifest = load_engine_dir(Path(engine), verify_contents=False).manifest
+        if manifest.target == "tensorrt_llm":
+            raise ConfigError(
+                f"ENGINE={engine}: made for TensorRT-LLM, which NVIDIA's Triton container serves: "
+                "run build.sh and then serve.sh of this folder there (docs/tensorrt-llm.md)"
+            )
         return Path(engine)
     if _kind(Path(checkpoint)) == "engine":
         raise ConfigError(

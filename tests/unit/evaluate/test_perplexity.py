@@ -118,3 +118,9 @@ def test_scores_that_are_not_finite_are_an_error_with_advice() -> None:
 def test_windows_that_do_not_fit_the_pool_are_refused() -> None:
     with pytest.raises(ConfigError, match="13 tokens take 4 KV blocks of 2"):
         score_windows(CountingModel(num_blocks=2), WINDOWS)
+
+
+@pytest.mark.parametrize(("length", "count", "name"), [(0, 3, "window-length"), (10, 0, "windows")])
+def test_windows_of_nothing_are_refused_by_name(length: int, count: int, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}: 0; at least 1 is needed"):
+        cut_windows(np.arange(99, dtype=np.int32), length, count)

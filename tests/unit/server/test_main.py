@@ -64,3 +64,16 @@ def test_another_engine_is_not_replaced_by_a_checkpoints(
     assert main(["--engine", str(engine), "--checkpoint", str(checkpoint)]) == 1
     assert "leave out CHECKPOINT to serve it as it is" in caplog.text
     assert (engine / "manifest.json").read_bytes() == before
+
+
+def test_an_engine_for_nvidias_container_is_told_so_before_a_server_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepseek_triton.server.__main__.configure_logging", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    write_random_checkpoint(tmp_path / "checkpoint", preset_config("llama"))
+    build_engine(
+        tmp_path / "checkpoint", tmp_path / "engine", target="tensorrt_llm", precision="fp16"
+    )
+    assert main(["--engine", str(tmp_path / "engine")]) == 1
+    assert "run build.sh and then serve.sh of this folder" in caplog.text
