@@ -63,14 +63,16 @@ def _logit_bias(text: object, vocab_size: int) -> tuple[tuple[int, float], ...]:
         )
     found = {}
     for key, bias in content.items():
-        if not (key.isascii() and key.isdecimal() and int(key) < vocab_size):
+        # The length first: Python refuses to convert thousands of digits.
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab_size):
             raise InvalidRequestError(
-                "logit_bias", f"{key!r} is no token id; there are 0 to {vocab_size - 1}"
+                "logit_bias", f"{key[:20]!r} is no token id; there are 0 to {vocab_size - 1}"
             )
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not (number and abs(bias) <= _MAX_BIAS):
             raise InvalidRequestError(
-                "logit_bias", f"{bias!r} of token {key} is not from {-_MAX_BIAS:g} to {_MAX_BIAS:g}"
+                "logit_bias",
+                f"{repr(bias)[:40]} of token {key} is not from {-_MAX_BIAS:g} to {_MAX_BIAS:g}",
             )
         found[int(key)] = float(bias)
     return tuple(found.items())

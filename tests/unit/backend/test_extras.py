@@ -73,6 +73,8 @@ def test_parameters_are_read() -> None:
         ("logit_bias", '{"1": 101}'),
         ("logit_bias", '{"1": NaN}'),
         ("logit_bias", '{"1": true}'),
+        ("logit_bias", '{"' + "9" * 5000 + '": 1}'),
+        ("logit_bias", '{"1": ' + "9" * 400 + "}"),
         ("logit_bias", json.dumps({str(i): 1 for i in range(2000)})),
     ],
 )
