@@ -183,27 +183,10 @@ class Gateway:
         )
 
     async def _respond(self, request: Request, answer: _Answer, stream: bool) -> Response:
-        """Return the whole answer, or a stream once its first event is there.
-
-        So an error that comes before anything else has its own status.
-        """
         record_of(request.scope).stream = stream
-        if not stream:
-            return JSONResponse(await unless_client_leaves(request, answer.whole()))
-        events = answer.events()
-        try:
-            first = await unless_client_leaves(request, anext(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(_resumed(first, events))
-
-
-async def _resumed(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item
+        if stream:
+            return EventStream(answer.events())
+        return JSONResponse(await unless_client_leaves(request, answer.whole()))
 
 
 def create_app(
