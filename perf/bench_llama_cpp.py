@@ -25,22 +25,22 @@ import json
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench_engine import (
-    BATCH_SIZES,
     CACHE,
     THREADS,
     TIMED_TOKENS,
     WARMUP_TOKENS,
+    compare,
     describe,
     int4_engine,
     prompts,
     reference_engine,
     run_worker,
-    summarize,
 )
 from record import save_result
 from reference_model import REFERENCE_CONFIG
@@ -129,19 +129,12 @@ def main() -> None:
         "agreement": agreement(python, files),
     }
     print(json.dumps(measured, indent=1))
-    for batch_size in BATCH_SIZES if arguments.rounds else ():
-        rounds = [
-            {
-                "int4": run_worker("engine", files["int4"], batch_size),
-                "q4_0": time_llama_cpp(python, files["q4_0"], batch_size),
-            }
-            for _ in range(arguments.rounds)
-        ]
-        summary = summarize(rounds, batch_size, "int4", "q4_0")
-        measured[f"batch_{batch_size}"] = {**summary, "rounds": rounds}
-        print(f"B={batch_size}: {summary}")
     if arguments.rounds:
-        print(save_result("llama_cpp", measured))
+        sides = {
+            "int4": partial(run_worker, "engine", files["int4"]),
+            "q4_0": partial(time_llama_cpp, python, files["q4_0"]),
+        }
+        print(save_result("llama_cpp", measured | compare(sides, arguments.rounds)))
 
 
 if __name__ == "__main__":
