@@ -106,7 +106,9 @@ def load_engine_dir(
             "the user that runs the server read the folder and its files"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise EngineMismatchError(mismatch(path, _read_problem(path, error))) from error
+        if not (path / MANIFEST_NAME).exists():
+            raise EngineMismatchError(_no_manifest(path)) from error
+        raise EngineMismatchError(mismatch(path, str(error))) from error
     except EngineMismatchError as error:
         raise EngineMismatchError(mismatch(path, str(error))) from error
     return EngineDir(path, manifest)
@@ -235,7 +237,22 @@ def _write_problem(path: Path, error: OSError) -> str:
     return f"cannot write engine directory {path}: {error.strerror or error}{where}"
 
 
-def _read_problem(path: Path, error: Exception) -> str:
-    if isinstance(error, FileNotFoundError) and error.filename == str(path / MANIFEST_NAME):
-        return f"no {MANIFEST_NAME} there, so it is not a complete engine directory"
-    return str(error)
+def _no_manifest(path: Path) -> str:
+    """Say what is at `path` instead of an engine directory, and how to get one.
+
+    A folder of other files is never built over, so another name is asked for.
+    """
+    if not path.exists():
+        return (
+            f"engine directory {path}: no such folder; build it: "
+            f"make engine CHECKPOINT=<checkpoint folder> ENGINE={path}"
+        )
+    if (path / "config.json").is_file():
+        return (
+            f"{path} is a checkpoint, no engine directory; build its engine: "
+            f"make engine CHECKPOINT={path} ENGINE=<new folder>"
+        )
+    return (
+        f"{path} is no engine directory: no {MANIFEST_NAME} there; build one: "
+        "make engine CHECKPOINT=<checkpoint folder> ENGINE=<new folder>"
+    )

@@ -129,6 +129,9 @@ class Gateway:
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of token ids, special tokens included."""
         self._check_model(request, body.model or self._model.name)
+        for index, token_id in enumerate(body.tokens):
+            if not self._model.tokenizer.has_id(token_id):
+                raise bad_request(f"tokens[{index}]", f"tokens: {token_id} is no token's id")
         return {"prompt": self._model.tokenizer.decode_all(body.tokens)}
 
     async def health(self) -> dict[str, str]:

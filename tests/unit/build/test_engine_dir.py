@@ -143,9 +143,17 @@ def test_another_target_is_named(engine: Path) -> None:
         load_engine_dir(engine, target="tensorrt")
 
 
-def test_a_folder_without_manifest_is_not_an_engine(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(EngineMismatchError, match=r"no manifest.json.*make engine"):
+def test_what_is_there_instead_of_an_engine_directory_is_said(tmp_path: Path) -> None:
+    nowhere, checkpoint, other = (tmp_path / name for name in ("nowhere", "checkpoint", "other"))
+    for folder in (checkpoint, other):
+        folder.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    for path, said in (
+        (nowhere, f"no such folder; .* ENGINE={nowhere}$"),
+        (checkpoint, f"is a checkpoint.* CHECKPOINT={checkpoint} ENGINE=<new folder>$"),
+        (other, "no manifest.json there; .*make engine.* ENGINE=<new folder>$"),
+    ):
+        with pytest.raises(EngineMismatchError, match=said):
             load_engine_dir(path)
 
 
