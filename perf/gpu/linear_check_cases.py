@@ -17,7 +17,8 @@ from deepseek_triton.kernels import linear as linear_module
 from deepseek_triton.kernels import linear_int4 as int4_module
 from deepseek_triton.kernels.linear import linear, linear_reference
 from deepseek_triton.kernels.linear_int4 import Int4Tile, linear_int4
-from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference, router
+from deepseek_triton.kernels.router import choose_experts
+from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference
 
 V2_ROUTING = Routing("softmax", 64, 6, num_shared=2)
 V3_ROUTING = Routing("sigmoid", 256, 8, 2.5, True, 8, 4, 1)
@@ -189,7 +190,7 @@ def routing_cases() -> Iterator[Case]:
     for name, routing, width in (("v2", V2_ROUTING, 2048), ("v3", V3_ROUTING, 7168)):
         for tokens in (1, 8, 64, 1024):
             yield route_case(f"route {name} T={tokens}", routing, tokens)
-            yield router_case(f"router {name} T={tokens}", routing.num_experts, width, tokens)
+            yield router_case(f"router {name} T={tokens}", routing, width, tokens)
     for tokens in (65, 1024, 8192):
         yield group_case(tokens)
 
@@ -212,19 +213,28 @@ def route_case(name: str, routing: Routing, tokens: int) -> Case:
     return Case(name, prepare, check, tolerance=1e-5)
 
 
-def router_case(name: str, experts: int, width: int, tokens: int) -> Case:
-    """Norm and router product."""
+def router_case(name: str, routing: Routing, width: int, tokens: int) -> Case:
+    """Norm, router product and choice."""
+    experts = routing.num_experts
 
     def prepare() -> Callable[[int], Any]:
         x, norm = randn(tokens, width), randn(width)
         weight = randn(experts, width, scale=width**-0.5).float()
-        return lambda i: (x, norm, weight, router(x, weight, norm, 1e-6))
+        bias = None
+        if routing.kind == "sigmoid":
+            bias = torch.randn(experts, device=check_data.DEVICE) * 0.1
+        return lambda i: (
+            *(x, norm, weight, bias),
+            choose_experts(x, weight, norm, 1e-6, routing, bias),
+        )
 
     def check(run: Callable[[int], Any]) -> float:
-        x, norm, weight, (normed, logits) = run(0)
+        x, norm, weight, bias, (normed, ids, weights) = run(0)
+        logits = (normed.double() @ weight.double().T).float()
+        want_ids, want_weights = route_reference(logits, routing, bias)
+        right = torch.equal(ids, want_ids) and relative(weights, want_weights) < 1e-4
         want = torch.nn.functional.rms_norm(x.float(), (width,), norm.float(), 1e-6)
-        exact = relative(logits, normed.double() @ weight.double().T) < 1e-5
-        return relative(normed, want) if exact else 1.0
+        return relative(normed, want) if right else 1.0
 
     return Case(name, prepare, check, experts * width * 4)
 
