@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deepseek_triton.kernels.launch import dependent_launch
-from deepseek_triton.kernels.paged_decode import LOG2_E, Partials, choose_tile
+from deepseek_triton.kernels.paged_decode import LOG2_E, PROGRAMS, Partials, choose_splits
 
 KEYS = 64  # of a tile: what the tensor cores take at once
 _HOPPER = (9, 0)
@@ -51,6 +51,7 @@ def latent_splits(
     scale: float,
     rank: int,
     splits: int | None = None,
+    block_h: int | None = None,
 ) -> Partials:
     """Return what `paged_decode` does, its value_dim being rank.
 
@@ -58,26 +59,40 @@ def latent_splits(
     """
     batch, heads, width = q.shape
     capacity = block_tables.shape[1] * pool.shape[1]
-    tile = choose_tile(batch, 1, heads, width, capacity, q.dtype)
-    splits = splits or tile.splits
+    block_h = block_h or _heads_at_once(batch, heads)
+    head_blocks = triton.cdiv(heads, block_h)
+    splits = splits or choose_splits(batch * head_blocks, capacity)
     values = torch.empty(batch, splits, heads, rank, dtype=q.dtype, device=q.device)
     lse = None
     if splits > 1:
         lse = torch.empty(batch, splits, heads, dtype=torch.float32, device=q.device)
-    _latent_splits[(splits, triton.cdiv(heads, tile.block_h), batch)](
+    _latent_splits[(splits, head_blocks, batch)](
         q, pool, block_tables, context_lens, values, lse, scale * LOG2_E,
         q.stride(0), q.stride(1), block_tables.stride(0),
-        HEADS=heads, DIM=rank, ROPE=width - rank, BLOCK_SIZE=pool.shape[1], BLOCK_H=tile.block_h,
-        num_warps=4, **dependent_launch(q),
+        HEADS=heads, DIM=rank, ROPE=width - rank, BLOCK_SIZE=pool.shape[1], BLOCK_H=block_h,
+        num_warps=8 if block_h == 64 else 4, **dependent_launch(q),
     )  # fmt: skip
     return Partials(values, lse)
 
 
+def _heads_at_once(batch: int, heads: int) -> int:
+    """Choose the heads of a program: more read the keys less often, fewer fill the card."""
+    most = 64 if batch * triton.cdiv(heads, 32) > PROGRAMS else 32
+    return min(most, max(16, int(triton.next_power_of_2(heads))))
+
+
 @gluon.constexpr_function
-def _copy_layout(width: int) -> Any:
-    """Rows of `width` 2-byte numbers in pieces of 16 bytes, for four warps."""
+def _copy_layout(width: int, warps: int) -> Any:
+    """Rows of `width` 2-byte numbers in pieces of 16 bytes."""
     lanes = min(32, width // 8)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _product_layout(heads: int, warps: int) -> Any:
+    """Products [N, heads]: groups of four warps share the heads, for N is one instruction's."""
+    groups = warps // 4
+    return gl.NVMMADistributedLayout([3, 0], [4, groups], [16, heads // groups, 16])
 
 
 @gluon.jit
@@ -96,7 +111,7 @@ def _await_inputs(PDL: gl.constexpr):
 @gluon.jit
 def _copy_rows(target, row_ptr, stride, count, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """Send for ROWS rows of WIDTH numbers; those from `count` on become zeros."""
-    layout: gl.constexpr = _copy_layout(WIDTH)
+    layout: gl.constexpr = _copy_layout(WIDTH, gl.num_warps())
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     mask = (row < count) & (column < WIDTH)
@@ -150,7 +165,7 @@ def _store_split(
         lse = gl.where(whole == 0, float("-inf"), top + gl.log2(gl.maximum(whole, 1e-37)))
         gl.store(lse_ptr + result + head, lse, mask=head < HEADS)
     if has_keys | (lse_ptr is None):  # nothing reads the values of a split without keys
-        layout: gl.constexpr = _copy_layout(DIM)
+        layout: gl.constexpr = _copy_layout(DIM, gl.num_warps())
         out = (acc / gl.where(whole == 0, 1.0, whole)[None, :]).to(dtype)
         out = gl.convert_layout(gl.permute(out, (1, 0)), layout)
         h = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, layout))[:, None]
@@ -167,7 +182,7 @@ def _latent_splits(
 ):  # fmt: skip
     """Program (s, i, b) owns split s of row b for the i-th BLOCK_H heads."""
     N: gl.constexpr = 64
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_H, 16])
+    MMA: gl.constexpr = _product_layout(BLOCK_H, gl.num_warps())
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     row, split, splits = gl.program_id(2), gl.program_id(0), gl.num_programs(0)
     first_head = gl.program_id(1) * BLOCK_H

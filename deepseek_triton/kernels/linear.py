@@ -99,7 +99,7 @@ def _tile(rows: int, width: int, dtype: torch.dtype) -> _Tile:
     """Choose tiles that keep enough bytes in flight."""
     whole = max(16, triton.next_power_of_2(width))
     if rows == 1:
-        return _Tile(1, 4, min(whole, 2048 if width <= 2048 else 1024), 4, 3)
+        return _Tile(1, 4, whole, 8, 3) if width <= 2048 else _Tile(1, 4, 1024, 4, 3)
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
         return _Tile(block_m, 16, min(whole, 32), 4, 2)

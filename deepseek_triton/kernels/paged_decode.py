@@ -20,9 +20,9 @@ import triton.language as tl
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 
 LOG2_E = 1.4426950408889634
-_PROGRAMS = 132  # multiprocessors of an H100 or H200; on other cards it is only less well balanced
+PROGRAMS = 132  # multiprocessors of an H100 or H200; on other cards it is only less well balanced
 _MAX_SPLITS = 64
-_SPLIT_KEYS = 64  # of capacity, at least: joining more splits costs more than it gains
+_SPLIT_KEYS = 128  # of capacity, at least: joining more splits costs more than it gains
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,15 @@ def choose_tile(
     if dtype == torch.float32:
         block_n, stages = 16 if wide else 32, 1
     else:
-        block_n, stages = (32, 5) if wide else (64, 7)  # halves: see the loop
-    tiles = max(1, triton.cdiv(capacity, _SPLIT_KEYS))
-    wanted = max(1, _PROGRAMS // (batch * groups * triton.cdiv(heads, block_h)))
-    return DecodeTile(min(wanted, tiles, _MAX_SPLITS), block_n, block_h, 4, stages)
+        block_n, stages = (32 if wide else 64), 5  # two tiles ahead: see the loop
+    splits = choose_splits(batch * groups * triton.cdiv(heads, block_h), capacity)
+    return DecodeTile(splits, block_n, block_h, 4, stages)
+
+
+def choose_splits(programs: int, capacity: int) -> int:
+    """Return in how many splits `programs` programs fill the card, of up to `capacity` keys."""
+    tiles = max(1, -(-capacity // _SPLIT_KEYS))
+    return min(max(1, PROGRAMS // programs), tiles, _MAX_SPLITS)
 
 
 def paged_decode(

@@ -25,7 +25,8 @@ signature |= dict.fromkeys(sizes, "constexpr")
 numbers = [i for i, name in enumerate(names) if name not in sizes and name != "scale"]
 attributes = {{(i,): [["tt.divisibility", 16]] for i in numbers}}
 source = GluonASTSource(_latent_splits, signature=signature, constexprs=sizes, attrs=attributes)
-kernel = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+options = dict(num_warps=8 if {block_h} == 64 else 4)
+kernel = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 print(kernel.metadata.shared, kernel.asm["ptx"].count("cp.async.cg"), "wgmma" in kernel.asm["ptx"])
 """
 
@@ -34,7 +35,7 @@ print(kernel.metadata.shared, kernel.asm["ptx"].count("cp.async.cg"), "wgmma" in
     ("heads", "dim", "rope", "block_h", "dtype", "pdl"),
     [
         (16, 512, 64, 16, "bf16", True),
-        (128, 512, 64, 32, "bf16", False),
+        (128, 512, 64, 64, "bf16", False),
         (5, 64, 16, 16, "fp16", 0),
     ],
 )
