@@ -90,13 +90,12 @@ def choose_experts_reference(
 
 def _tile(tokens: int, width: int) -> _Tile:
     """Choose tiles; a whole row at a time where registers hold it."""
-    narrow = width <= 2048
     if tokens == 1:  # a warp for each 2,048 columns
         block_d = _block(width, 8192)
         return _Tile(1, 1, block_d, max(1, block_d // 2048))
     if tokens <= 16:
-        return _Tile(1, 2, _block(width, 2048), 1) if narrow else _Tile(2, 2, 2048, 4)
-    return _Tile(4, 4, _block(width, 2048) if narrow else 1024, 4)
+        return _Tile(1, 2, _block(width, 2048), 1) if width <= 2048 else _Tile(2, 2, 2048, 4)
+    return _Tile(4, 4, _block(width, 1024), 4)
 
 
 def _block(width: int, limit: int) -> int:
