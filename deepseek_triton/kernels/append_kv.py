@@ -141,12 +141,12 @@ def latent_rows(
     row = slot.to(tl.int64) * WIDTH
     weight = tl.load(norm_ptr + d, mask=d < RANK, other=0).to(tl.float32)
     x = tl.load(kv_ptr + token * kv_stride + d, mask=valid_d, other=0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / RANK + eps)
-    latent = x * scale[:, None] * weight
-    turned = rotated(
+    turned = rotated(  # before the sum, which loads do not pass
         kv_ptr + token * kv_stride + RANK, cos_ptr + token * ROPE, sin_ptr + token * ROPE,
         r, valid_r, ROPE, INTERLEAVED,
     )  # fmt: skip
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / RANK + eps)
+    latent = x * scale[:, None] * weight
     tl.store(pool_ptr + row + d, latent, mask=valid_d & (slot >= 0))
     tl.store(pool_ptr + row + RANK + r, turned, mask=valid_r & (slot >= 0))
     if out_ptr is not None:

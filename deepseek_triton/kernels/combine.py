@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,16 @@ from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 from deepseek_triton.kernels.paged_decode import Partials
 
 _ROWS = 16  # rows of a program: the least that the tensor cores take
+
+
+@dataclass(frozen=True)
+class ProjectTile:
+    """Results and rank dimensions of a program's step in `combine_project`, and its launch."""
+
+    block_v: int
+    block_k: int
+    warps: int
+    stages: int
 
 
 def combine(partials: Partials, dtype: torch.dtype) -> torch.Tensor:
@@ -28,30 +40,34 @@ def combine(partials: Partials, dtype: torch.dtype) -> torch.Tensor:
 
 
 def combine_project(
-    partials: Partials,
-    w_uv: torch.Tensor,
-    *,
-    block_v: int | None = None,
-    warps: int | None = None,
+    partials: Partials, w_uv: torch.Tensor, *, tile: ProjectTile | None = None
 ) -> torch.Tensor:
     """Join the splits and take each head's result [rank] through w_uv [H, rank, v]: [B, H · v].
 
-    All of one dtype. Sums are float32; between the two the joined values are rounded.
+    All of one dtype. Sums are float32; between the two the joined values are rounded. `tile` is
+    for several rows.
     """
     values, lse = partials.values, partials.lse
     batch, splits, heads, rank = values.shape
     v_dim = w_uv.shape[2]
     out = torch.empty(batch, heads * v_dim, dtype=w_uv.dtype, device=values.device)
-    block_v = block_v or (32 if batch <= 16 else 64)
-    block_v = min(block_v, max(16, triton.next_power_of_2(v_dim)))
-    block_b = 1 if batch == 1 else _ROWS
-    kernel = _combine_project_one if batch == 1 else _combine_project
-    tiles = {} if batch == 1 else {"BLOCK_B": block_b, "IEEE": w_uv.dtype == torch.float32}
-    kernel[(heads * triton.cdiv(v_dim, block_v), triton.cdiv(batch, block_b))](
-        values, lse, w_uv, out, batch, splits,
-        BLOCK_S=triton.next_power_of_2(splits), HEADS=heads,
-        RANK=rank, BLOCK_D=max(16, triton.next_power_of_2(rank)), V_DIM=v_dim, BLOCK_V=block_v,
-        num_warps=warps or 8, **tiles, **dependent_launch(values),
+    most_v = max(16, triton.next_power_of_2(v_dim))
+    sizes = {"HEADS": heads, "RANK": rank, "V_DIM": v_dim}
+    if batch == 1:
+        block_v = min(32, most_v)
+        _combine_project_one[(heads * triton.cdiv(v_dim, block_v),)](
+            values, lse, w_uv, out, splits,
+            BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=max(16, triton.next_power_of_2(rank)),
+            BLOCK_V=block_v, num_warps=8, **sizes, **dependent_launch(values),
+        )  # fmt: skip
+        return out
+    tile = tile or ProjectTile(32 if batch <= 16 else 64, 128, 4, 3)
+    block_v = min(tile.block_v, most_v)
+    _combine_project[(heads * triton.cdiv(v_dim, block_v), triton.cdiv(batch, _ROWS))](
+        values, lse, w_uv, out, batch,
+        SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_B=_ROWS, BLOCK_V=block_v,
+        BLOCK_K=min(tile.block_k, max(16, triton.next_power_of_2(rank))), STAGES=tile.stages,
+        IEEE=w_uv.dtype == torch.float32, num_warps=tile.warps, **sizes, **dependent_launch(values),
     )  # fmt: skip
     return out
 
@@ -70,20 +86,6 @@ def combine_project_reference(partials: Partials, w_uv: torch.Tensor) -> torch.T
     """Compute `combine_project` in float64 and round once."""
     joined = combine_reference(partials, torch.float64)
     return torch.einsum("bhr,hrv->bhv", joined, w_uv.double()).flatten(1).to(w_uv.dtype)
-
-
-@triton.jit
-def _joined_lse(lse_ptr, row, head, valid, splits, BLOCK_S: tl.constexpr, HEADS: tl.constexpr):
-    """Return log2 of the sum over all splits of rows [BLOCK_B]; 0 for a row without keys."""
-    s = tl.arange(0, BLOCK_S)[None, :]
-    mask = valid[:, None] & (s < splits)
-    lse = tl.load(
-        lse_ptr + (row[:, None] * splits + s) * HEADS + head, mask=mask, other=float("-inf")
-    )
-    top = tl.max(lse, axis=1)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse - top[:, None]), axis=1)
-    return tl.where(total == 0, 0.0, top + tl.log2(tl.maximum(total, 1e-37)))
 
 
 @triton.jit
@@ -108,28 +110,16 @@ def _joined(
 
 
 @triton.jit
-def _joined_rows(
-    values_ptr, lse_ptr, row, head, valid, splits, BLOCK_S: tl.constexpr,
-    HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_D: tl.constexpr,
+def _split_weights(
+    lse_ptr, row, head, valid, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Return the joined values [BLOCK_B, BLOCK_D] float32 of rows [BLOCK_B] and one head."""
-    TOGETHER: tl.constexpr = BLOCK_S if BLOCK_S < 4 else 4  # splits whose loads are in flight
-    d = tl.arange(0, BLOCK_D)[None, :]
-    mask = valid[:, None] & (d < RANK)
-    if BLOCK_S == 1:
-        part = row[:, None] * HEADS + head
-        return tl.load(values_ptr + part * RANK + d, mask=mask, other=0).to(tl.float32)
-    whole = _joined_lse(lse_ptr, row, head, valid, splits, BLOCK_S, HEADS)
-    joined = tl.zeros(mask.shape, tl.float32)
-    for start in range(0, splits, TOGETHER):
-        for i in tl.static_range(TOGETHER):
-            there = start + i < splits
-            part = (row * splits + start + i) * HEADS + head
-            lse = tl.load(lse_ptr + part, mask=valid & there, other=float("-inf"))
-            values = tl.load(values_ptr + part[:, None] * RANK + d, mask=mask & there, other=0)
-            weights = tl.exp2(lse - whole)[:, None]
-            joined += tl.where(weights > 0, values, 0.0).to(tl.float32) * weights
-    return joined
+    """Return how much each split counts: [BLOCK_B, BLOCK_S] float32; 0 in a row without keys."""
+    s = tl.arange(0, BLOCK_S)[None, :]
+    at = (row[:, None] * SPLITS + s) * HEADS + head
+    lse = tl.load(lse_ptr + at, mask=valid[:, None] & (s < SPLITS), other=float("-inf"))
+    top = tl.max(lse, axis=1)
+    weights = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    return weights / tl.maximum(tl.sum(weights, axis=1), 1e-37)[:, None]
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -148,46 +138,58 @@ def _combine(
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine_project_one(
-    values_ptr, lse_ptr, w_ptr, out_ptr, batch, splits,
+    values_ptr, lse_ptr, w_ptr, out_ptr, splits,
     BLOCK_S: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_D: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, b) owns BLOCK_V results of one head of row b."""
+    """One row: program i owns BLOCK_V results of a head."""
     chunks: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
-    head, row = tl.program_id(0) // chunks, tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) // chunks
     v = tl.program_id(0) % chunks * BLOCK_V + tl.arange(0, BLOCK_V)
     d = tl.arange(0, BLOCK_D)
     mask = (d < RANK)[:, None] & (v < V_DIM)[None, :]
     w_head = w_ptr + head.to(tl.int64) * RANK * V_DIM
     w = tl.load(w_head + d[:, None] * V_DIM + v[None, :], mask=mask, other=0)
     await_inputs(PDL)
-    joined = _joined(values_ptr, lse_ptr, row, head, splits, BLOCK_S, HEADS, RANK, BLOCK_D)
+    joined = _joined(values_ptr, lse_ptr, 0, head, splits, BLOCK_S, HEADS, RANK, BLOCK_D)
     joined = joined.to(w.dtype).to(tl.float32)
     out = tl.sum(joined[:, None] * w.to(tl.float32), axis=0)
-    tl.store(out_ptr + (row * HEADS + head) * V_DIM + v, out, mask=v < V_DIM)
+    tl.store(out_ptr + head * V_DIM + v, out, mask=v < V_DIM)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
 def _combine_project(
-    values_ptr, lse_ptr, w_ptr, out_ptr, batch, splits,
-    BLOCK_S: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_D: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+    values_ptr, lse_ptr, w_ptr, out_ptr, batch,
+    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_K: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
+    STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) owns BLOCK_V results of one head of BLOCK_B rows."""
     chunks: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // chunks
     row = tl.program_id(1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     v = tl.program_id(0) % chunks * BLOCK_V + tl.arange(0, BLOCK_V)
-    d = tl.arange(0, BLOCK_D)
     valid = row < batch
-    mask = (d < RANK)[:, None] & (v < V_DIM)[None, :]
+    s = tl.arange(0, BLOCK_S)[None, :]
     w_head = w_ptr + head.to(tl.int64) * RANK * V_DIM
-    w = tl.load(w_head + d[:, None] * V_DIM + v[None, :], mask=mask, other=0)
     await_inputs(PDL)
-    joined = _joined_rows(
-        values_ptr, lse_ptr, row, head, valid, splits, BLOCK_S, HEADS, RANK, BLOCK_D
-    )
-    acc = tl.dot(joined.to(w.dtype), w, input_precision="ieee" if IEEE else "tf32")
+    if SPLITS > 1:
+        weights = _split_weights(lse_ptr, row, head, valid, SPLITS, BLOCK_S, HEADS)
+    acc = tl.zeros([BLOCK_B, BLOCK_V], tl.float32)
+    for start in tl.range(0, RANK, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        mask = valid[:, None] & (k < RANK)[None, :]
+        joined = tl.zeros([BLOCK_B, BLOCK_K], tl.float32)
+        for i in tl.static_range(SPLITS):
+            part = ((row * SPLITS + i) * HEADS + head) * RANK
+            values = tl.load(values_ptr + part[:, None] + k[None, :], mask=mask, other=0)
+            if SPLITS == 1:
+                joined = values.to(tl.float32)
+            else:  # a split without keys wrote no values
+                weight = tl.sum(tl.where(s == i, weights, 0.0), axis=1)[:, None]
+                joined += tl.where(weight > 0, values, 0.0).to(tl.float32) * weight
+        w_mask = (k < RANK)[:, None] & (v < V_DIM)[None, :]
+        w = tl.load(w_head + k[:, None] * V_DIM + v[None, :], mask=w_mask, other=0)
+        acc = tl.dot(joined.to(w.dtype), w, acc, input_precision="ieee" if IEEE else "tf32")
     out = (row * HEADS + head)[:, None] * V_DIM + v[None, :]
     tl.store(out_ptr + out, acc, mask=valid[:, None] & (v < V_DIM)[None, :])

@@ -1,9 +1,9 @@
 """Latent attention of a decode step on the paged pool: three launches a layer.
 
 latent_query      queries into the latent space, RoPE, the norm and cache write of the new row
-paged_decode      the attention of each split of the keys
+paged_decode      the attention of each split of the keys; on Hopper latent_decode_hopper does it
 combine_project   the splits joined, and each head's result back from the latent space; for several
-                  rows cuBLAS is faster at the second
+                  rows in many splits cuBLAS is faster at the second
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from __future__ import annotations
 import torch
 
 from deepseek_triton.kernels.combine import combine, combine_project
+from deepseek_triton.kernels.latent_decode_hopper import fits, latent_splits
 from deepseek_triton.kernels.latent_query import latent_query, latent_query_reference
 from deepseek_triton.kernels.paged_decode import (
     NO_FILTER,
     DecodeTile,
     KeyFilter,
+    Partials,
     paged_decode,
     paged_decode_reference,
 )
+
+_FEW_SPLITS = 4
 
 
 def latent_decode(
@@ -37,11 +41,26 @@ def latent_decode(
     pool [N, block_size, rank + rope]; for the rest see `paged_decode`. Two launches, or one when
     the keys are not split.
     """
-    partials = paged_decode(
+    partials = _splits(q, pool, block_tables, context_lens, scale, rank, key_filter, tile)
+    return combine(partials, q.dtype)
+
+
+def _splits(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    rank: int,
+    key_filter: KeyFilter,
+    tile: DecodeTile | None,
+) -> Partials:
+    if tile is None and key_filter is NO_FILTER and fits(q, pool, rank):
+        return latent_splits(q, pool, block_tables, context_lens, scale=scale, rank=rank)
+    return paged_decode(
         q, pool, None, block_tables, context_lens,
         scale=scale, groups=1, value_dim=rank, key_filter=key_filter, tile=tile,
     )  # fmt: skip
-    return combine(partials, q.dtype)
 
 
 def latent_decode_reference(
@@ -89,11 +108,10 @@ def latent_attention_decode(
     query = latent_query(
         q, kv_a, kv_norm, eps, w_uk, cos, sin, pool, slots, interleaved=interleaved
     )
-    partials = paged_decode(
-        query, pool, None, block_tables, context_lens,
-        scale=scale, groups=1, value_dim=len(kv_norm), key_filter=key_filter, tile=tile,
-    )  # fmt: skip
-    if len(q) == 1:
+    partials = _splits(
+        query, pool, block_tables, context_lens, scale, len(kv_norm), key_filter, tile
+    )
+    if len(q) == 1 or partials.values.shape[1] <= _FEW_SPLITS:
         return combine_project(partials, w_uv)
     latent = combine(partials, q.dtype)
     out = torch.empty(len(q), w_uv.shape[0], w_uv.shape[2], dtype=q.dtype, device=q.device)

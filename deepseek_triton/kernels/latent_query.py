@@ -41,7 +41,7 @@ def latent_query(
     block_b = block_b or (1 if batch == 1 else 16 if batch <= 64 else 64)
     block_r = min(block_r, max(16, triton.next_power_of_2(rank)))
     rows = min(_ROWS, block_b)
-    programs = heads * triton.cdiv(rank, block_r)
+    programs = heads * (triton.cdiv(rank, block_r) + 1)
     _latent_query[(programs + block_b // rows, triton.cdiv(batch, block_b))](
         q, kv_a, kv_norm, w_uk, cos, sin, pool, slots, out,
         batch, q.stride(0), kv_a.stride(0), out.stride(0), eps,
@@ -86,30 +86,39 @@ def _latent_query(
 ):  # fmt: skip
     """Program (i, j) is for BLOCK_B rows: BLOCK_R latent dimensions of a head's queries.
 
-    A head's first program turns the queries' second part too. After the heads come programs that
+    A head's last program turns the queries' second part instead. After the heads come programs that
     make ROWS rows of the cache each.
     """
     chunks: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R
     i = tl.program_id(0)
     begin = tl.program_id(1) * BLOCK_B
-    if i >= HEADS * chunks:
-        t = begin + (i - HEADS * chunks) * ROWS + tl.arange(0, ROWS)
+    if i >= HEADS * (chunks + 1):
+        t = begin + (i - HEADS * (chunks + 1)) * ROWS + tl.arange(0, ROWS)
         await_inputs(PDL)
         latent_rows(
             kv_ptr, norm_ptr, cos_ptr, sin_ptr, pool_ptr, slots_ptr, None, t, t < batch,
             kv_stride, eps, RANK, ROPE, BLOCK_D, BLOCK_P, INTERLEAVED,
         )  # fmt: skip
         return
-    head, chunk = (i // chunks).to(tl.int64), i % chunks
+    head, chunk = (i // (chunks + 1)).to(tl.int64), i % (chunks + 1)
     row = (begin + tl.arange(0, BLOCK_B)).to(tl.int64)[:, None]
     valid = row < batch
+    q_rows = q_ptr + row * q_stride + head * (NOPE + ROPE)
+    out_rows = out_ptr + row * out_stride + head * (RANK + ROPE)
+    if chunk == chunks:
+        p = tl.arange(0, BLOCK_P)[None, :]
+        inside = valid & (p < ROPE)
+        await_inputs(PDL)
+        turned = rotated(
+            q_rows + NOPE, cos_ptr + row * ROPE, sin_ptr + row * ROPE, p, inside, ROPE, INTERLEAVED
+        )
+        tl.store(out_rows + RANK + p, turned, mask=inside)
+        return
     k = tl.arange(0, BLOCK_K)
     r = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
     w_mask = (k < NOPE)[:, None] & (r < RANK)[None, :]
     w = tl.load(w_ptr + (head * NOPE + k[:, None]) * RANK + r[None, :], mask=w_mask, other=0)
     await_inputs(PDL)
-    q_rows = q_ptr + row * q_stride + head * (NOPE + ROPE)
-    out_rows = out_ptr + row * out_stride + head * (RANK + ROPE)
     q = tl.load(q_rows + k[None, :], mask=valid & (k < NOPE)[None, :], other=0)
     if BLOCK_B == 1:
         column = tl.sum(q, axis=0).to(tl.float32)  # [1, K] → [K]
@@ -117,10 +126,3 @@ def _latent_query(
     else:
         latent = tl.dot(q, w, input_precision="ieee" if IEEE else "tf32")
     tl.store(out_rows + r[None, :], latent, mask=valid & (r < RANK)[None, :])
-    if chunk == 0:
-        p = tl.arange(0, BLOCK_P)[None, :]
-        valid_p = valid & (p < ROPE)
-        turned = rotated(
-            q_rows + NOPE, cos_ptr + row * ROPE, sin_ptr + row * ROPE, p, valid_p, ROPE, INTERLEAVED
-        )
-        tl.store(out_rows + RANK + p, turned, mask=valid_p)

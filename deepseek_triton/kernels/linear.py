@@ -99,7 +99,7 @@ def _tile(rows: int, width: int, dtype: torch.dtype) -> _Tile:
     """Choose tiles that keep enough bytes in flight."""
     whole = max(16, triton.next_power_of_2(width))
     if rows == 1:
-        return _Tile(1, 4, min(whole, 2048 if width <= 2048 else 1024), 4, 3)
+        return _Tile(1, 4, whole, 8, 3) if width <= 2048 else _Tile(1, 4, 1024, 4, 3)
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
         return _Tile(block_m, 16, min(whole, 32), 4, 2)
@@ -126,13 +126,21 @@ def _cublas(
 
 
 @triton.jit
-def _gemv_tile(w, x_ptr, norm_ptr, k, K: tl.constexpr):
-    """Return partial sums of w [BLOCK_N, BLOCK_K] · (x ⊙ norm weight), and of x²."""
-    x = tl.load(x_ptr + k, mask=k < K, other=0).to(tl.float32)
-    scaled = x
-    if norm_ptr is not None:
-        scaled = x * tl.load(norm_ptr + k, mask=k < K, other=0).to(tl.float32)
-    return w.to(tl.float32) * scaled[None, :], x * x
+def _norm_tile(norm_ptr, k, K: tl.constexpr):
+    """Return the norm's weights at k [BLOCK_K] in float32; 1 without a norm."""
+    if norm_ptr is None:
+        return tl.full(k.shape, 1.0, tl.float32)
+    else:
+        return tl.load(norm_ptr + k, mask=k < K, other=0).to(tl.float32)
+
+
+@triton.jit
+def _residual(residual_ptr, n, valid):
+    """Return the residual at n in float32, or 0; sent for before the product, which hides it."""
+    if residual_ptr is None:
+        return tl.zeros(n.shape, tl.float32)
+    else:
+        return tl.load(residual_ptr + n, mask=valid, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -152,25 +160,29 @@ def _gemv(
         mask = valid[:, None] & (k < K)[None, :]
         w = tl.load(w_rows + k[None, :], mask=mask, other=0)
         up = tl.load(up_rows + k[None, :], mask=mask, other=0) if SWIGLU else w
+        norm = _norm_tile(norm_ptr, k, K)
         await_inputs(PDL)
-        acc, squares = _gemv_tile(w, x_ptr, norm_ptr, k, K)
-        acc_up = _gemv_tile(up, x_ptr, norm_ptr, k, K)[0] if SWIGLU else acc
+        x = tl.load(x_ptr + k, mask=k < K, other=0).to(tl.float32)
+        residual = _residual(residual_ptr, n, valid)
+        scaled = (x * norm)[None, :]
+        squares = x * x
+        acc = w.to(tl.float32) * scaled
+        acc_up = up.to(tl.float32) * scaled if SWIGLU else acc
     else:
         await_inputs(PDL)
+        residual = _residual(residual_ptr, n, valid)
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         squares = tl.zeros([BLOCK_K], tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             at = start + k
             mask = valid[:, None] & (at < K)[None, :]
-            part, square = _gemv_tile(
-                tl.load(w_rows + at[None, :], mask=mask, other=0), x_ptr, norm_ptr, at, K
-            )
-            acc += part
-            squares += square
+            x = tl.load(x_ptr + at, mask=at < K, other=0).to(tl.float32)
+            scaled = (x * _norm_tile(norm_ptr, at, K))[None, :]
+            squares += x * x
+            acc += tl.load(w_rows + at[None, :], mask=mask, other=0).to(tl.float32) * scaled
             if SWIGLU:
-                up = tl.load(up_rows + at[None, :], mask=mask, other=0)
-                acc_up += _gemv_tile(up, x_ptr, norm_ptr, at, K)[0]
+                acc_up += tl.load(up_rows + at[None, :], mask=mask, other=0).to(tl.float32) * scaled
     scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, axis=1) * scale
     if bias_ptr is not None:
@@ -180,9 +192,7 @@ def _gemv(
         if bias_ptr is not None:
             up_sum += tl.load(bias_ptr + features + n, mask=valid, other=0).to(tl.float32)
         y = y * tl.sigmoid(y) * up_sum
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + n, mask=valid, other=0).to(tl.float32)
-    tl.store(out_ptr + n, y, mask=valid)
+    tl.store(out_ptr + n, y + residual, mask=valid)
 
 
 @triton.jit

@@ -20,8 +20,9 @@ import triton.language as tl
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 
 LOG2_E = 1.4426950408889634
-_PROGRAMS = 132  # multiprocessors of an H100 or H200; on other cards it is only less well balanced
+PROGRAMS = 132  # multiprocessors of an H100 or H200; on other cards it is only less well balanced
 _MAX_SPLITS = 64
+_SPLIT_KEYS = 128  # of capacity, at least: joining more splits costs more than it gains
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,15 @@ def choose_tile(
     if dtype == torch.float32:
         block_n, stages = 16 if wide else 32, 1
     else:
-        block_n, stages = 64, 2 if wide else 3  # three wide stages do not fit
-    tiles = max(1, triton.cdiv(capacity, block_n))
-    wanted = max(1, _PROGRAMS // (batch * groups * triton.cdiv(heads, block_h)))
-    return DecodeTile(min(wanted, tiles, _MAX_SPLITS), block_n, block_h, 4, stages)
+        block_n, stages = (32 if wide else 64), 5  # two tiles ahead: see the loop
+    splits = choose_splits(batch * groups * triton.cdiv(heads, block_h), capacity)
+    return DecodeTile(splits, block_n, block_h, 4, stages)
+
+
+def choose_splits(programs: int, capacity: int) -> int:
+    """Return in how many splits `programs` programs fill the card, of up to `capacity` keys."""
+    tiles = max(1, -(-capacity // _SPLIT_KEYS))
+    return min(max(1, PROGRAMS // programs), tiles, _MAX_SPLITS)
 
 
 def paged_decode(
@@ -186,9 +192,9 @@ def _visible(
 
 
 @triton.jit
-def _slots(table_ptr, tile, tiles, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _slots(table_ptr, tile, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Return the pool slot of a tile's first key, or of each key if it goes over several blocks."""
-    start = tl.maximum(tl.minimum(tile, tiles - 1), 0) * BLOCK_N  # beyond the last it is not used
+    start = tile * BLOCK_N
     if BLOCK_SIZE >= BLOCK_N:
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         return block * BLOCK_SIZE + start % BLOCK_SIZE
@@ -281,11 +287,9 @@ def _scores(
 
 @triton.jit
 def _range(length, splits, BLOCK_N: tl.constexpr):
-    """Return the tiles of a row, and the first of this split and the one after its last."""
-    tiles = tl.cdiv(length, BLOCK_N)
-    per_split = tl.cdiv(tiles, splits)
-    first = tl.program_id(0) * per_split
-    return tiles, first, tl.minimum(first + per_split, tiles)
+    """Return the first tile of this split and the one after its last; splits differ by one."""
+    tiles, split = tl.cdiv(length, BLOCK_N), tl.program_id(0)
+    return tl.cdiv(tiles * split, splits), tl.cdiv(tiles * (split + 1), splits)
 
 
 @triton.jit(do_not_specialize=["splits", "sink"])
@@ -308,7 +312,7 @@ def _paged_decode(
     head = group * GROUP_SIZE + in_group
     table_ptr = tables_ptr + row * table_row
     length = tl.load(lens_ptr + row)
-    tiles, first, last = _range(length, splits, BLOCK_N)
+    first, last = _range(length, splits, BLOCK_N)
     await_inputs(PDL)
     q_heads = q_ptr + row * q_row + head * q_head
     q = _load_columns(q_heads, valid_h, DIM, BLOCK_D)
@@ -319,10 +323,10 @@ def _paged_decode(
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)  # added up over keys once, after the loop
     acc = tl.zeros([BLOCK_D, BLOCK_H], tl.float32)
-    slot = _slots(table_ptr, first, tiles, BLOCK_N, BLOCK_SIZE)
     for tile in tl.range(first, last, num_stages=STAGES):
-        # The table is read a step ahead, so that the loads of keys need not wait for it.
-        next_slot = _slots(table_ptr, tile + 1, tiles, BLOCK_N, BLOCK_SIZE)
+        # Read in the loop, not carried from step to step: only then the compiler sends the loads
+        # of table and keys ahead. Each gets half of the stages.
+        slot = _slots(table_ptr, tile, BLOCK_N, BLOCK_SIZE)
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         seen, visible = _passing(
             key, slot, length, row, retained, sink, retained_ptr, block_mask_ptr, mask_row,
@@ -334,7 +338,6 @@ def _paged_decode(
             v_rows = _rows(v_pool_ptr + group * DIM, slot, V_ROW, BLOCK_N, BLOCK_SIZE)
         scores, v = _scores(k_rows, v_rows, seen, q, q_rope, DIM, BLOCK_D, ROPE, BLOCK_R, PRECISION)
         top, total, acc = _attend(scores, v, visible, top, total, acc, scale, PRECISION)
-        slot = next_slot
 
     whole = tl.sum(total, axis=0)
     result = (row * splits + tl.program_id(0)) * HEADS + head

@@ -13,7 +13,7 @@ A call is absorbed only when nothing else reads what it makes.
 Inputs of the fused calls, where W is one name for a float weight and three for an INT4 one (codes,
 scales, zero points), and an input that is not there has the name "":
 
-    cuda.Linear, cuda.LinearInt4   x, W, bias, norm weight, residual
+    cuda.Linear, cuda.LinearInt4   x, W, bias, norm weight, residual (overwritten if `in_place`)
     cuda.MoE, cuda.MoEInt4         x, norm weight, router, router bias, W gate_up, W down,
                                    W shared gate_up, W shared down (float ones if `shared_float`)
 """
@@ -30,6 +30,8 @@ _LINEARS = {"deepseek.Linear": 1, "deepseek.LinearBias": 1, "deepseek.LinearInt4
 """Operators that become cuda.Linear or cuda.LinearInt4, and how many inputs their weight is."""
 _FUSED_LINEARS = ("cuda.Linear", "cuda.LinearInt4")
 _EXPERTS = {"deepseek.Experts": "cuda.MoE", "deepseek.ExpertsInt4": "cuda.MoEInt4"}
+_MAKERS = (*_FUSED_LINEARS, *_EXPERTS.values())
+"""Operators whose results are tensors of their own, not views."""
 
 
 def fuse(program: Program) -> Program:
@@ -38,7 +40,8 @@ def fuse(program: Program) -> Program:
     for call in program.calls:
         if call.op in _LINEARS:
             graph.replace(call, _unified(call))
-    for absorb in (_absorb_swiglu, _absorb_bias, _fuse_moe, _absorb_norm, _absorb_residual):
+    passes = (_absorb_swiglu, _absorb_bias, _fuse_moe, _absorb_norm, _absorb_residual, _reuse)
+    for absorb in passes:
         for call in list(graph.calls):
             absorb(graph, call)
     return program.with_calls(graph.calls)
@@ -81,7 +84,8 @@ def _unified(call: Call) -> Call:
     weight, bias = rest[: _LINEARS[call.op]], rest[_LINEARS[call.op] :]
     op = "cuda.LinearInt4" if call.op == "deepseek.LinearInt4" else "cuda.Linear"
     inputs = (x, *weight, *(bias or [NONE]), NONE, NONE)
-    return Call(op, inputs, call.outputs, {**call.attributes, "epsilon": 0.0, "swiglu": False})
+    attributes = {**call.attributes, "epsilon": 0.0, "swiglu": False, "in_place": False}
+    return Call(op, inputs, call.outputs, attributes)
 
 
 def _absorb_swiglu(graph: _Graph, call: Call) -> None:
@@ -116,6 +120,17 @@ def _absorb_residual(graph: _Graph, call: Call) -> None:
     if linear is None or linear.inputs[-1] != NONE or residual in graph.weights:
         return
     graph.replace(call, _changed(linear, outputs=call.outputs, residual=residual), linear)
+
+
+def _reuse(graph: _Graph, call: Call) -> None:
+    """The sum may take the residual's place if nothing reads that later, or through a view."""
+    residual = call.inputs[-1] if call.op in _FUSED_LINEARS else NONE
+    maker = graph.producer(residual, *_MAKERS, "Gather")
+    if maker is None or (maker.op == "Gather" and maker.inputs[0] not in graph.weights):
+        return  # or it may be a view: of all rows, or of some
+    readers = [other for other in graph.calls if residual in other.inputs]
+    if readers[-1] is call and all(other.op in (*_MAKERS, "deepseek.RMSNorm") for other in readers):
+        graph.replace(call, _changed(call, in_place=True))
 
 
 def _linear_and_other(graph: _Graph, call: Call) -> tuple[Call | None, str]:

@@ -13,14 +13,31 @@ from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.linear import SMALL_ROWS, linear
 from deepseek_triton.kernels.linear_int4 import linear_int4
 from deepseek_triton.kernels.rms_norm import rms_norm
-from deepseek_triton.kernels.routing import Routing, route, router
+from deepseek_triton.kernels.router import choose_experts
+from deepseek_triton.kernels.routing import Routing
+from deepseek_triton.kernels.step_inputs import embedding, rotary_angles
 from deepseek_triton.kernels.swiglu import swiglu
 from deepseek_triton.runner.cuda_attention import grouped_query_attention, latent_attention
 from deepseek_triton.runner.cuda_program import Call
 from deepseek_triton.runner.cuda_reference import REFERENCE, Operator, Value
+from deepseek_triton.runner.cuda_reference import gather as plain_gather
 from deepseek_triton.runner.cuda_step import Step
 
 _MANY_FEATURES = 16384  # from here on our kernel beats cuBLAS also for several rows
+
+
+def gather(step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
+    """Gather: our kernel for the embedding's rows, the only ones whose ids are int32."""
+    data, index = inputs
+    rows = int(call.attributes.get("axis", 0)) == 0
+    if rows and index is not None and index.dtype == torch.int32:
+        return embedding(data, index)
+    return plain_gather(step, call, inputs)
+
+
+def angles(_step: Step, call: Call, inputs: Sequence[Value]) -> tuple[Tensor, Tensor]:
+    """deepseek.RotaryAngles: one launch."""
+    return rotary_angles(inputs[0], inputs[1], call.attributes["scale"])
 
 
 def fused_linear(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
@@ -41,7 +58,8 @@ def fused_linear(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
         y = swiglu(torch.nn.functional.linear(x, weight, bias))
         return y if residual is None else residual + y
     if residual is not None:
-        y = torch.addmm(residual, x, weight.T)
+        out = residual if call.attributes["in_place"] else None  # another one costs a copy
+        y = torch.addmm(residual, x, weight.T, out=out)
         return y if bias is None else y + bias
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -79,8 +97,10 @@ def routing_of(call: Call, num_experts: int) -> Routing:
 def fused_moe(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
     """cuda.MoE: norm and router, choice, both products of the chosen and the shared experts."""
     x, norm, router_weight, bias, gate_up, down, *shared = inputs
-    normed, logits = router(x, router_weight, norm, call.attributes["epsilon"])
-    ids, weights = route(logits, routing_of(call, len(router_weight)), bias)
+    routing = routing_of(call, len(router_weight))
+    normed, ids, weights = choose_experts(
+        x, router_weight, norm, call.attributes["epsilon"], routing, bias
+    )
     if shared:
         x = _shared_expert(normed, shared[0], shared[1], x)
     if isinstance(gate_up, Int4Tensor) and _one_token(normed, gate_up):
@@ -96,10 +116,12 @@ def _shared_expert(x: Tensor, gate_up: Value, down: Value, residual: Tensor) -> 
 
 KERNELS: dict[str, Operator] = {
     **REFERENCE,
+    "Gather": gather,
     "cuda.Linear": fused_linear,
     "cuda.LinearInt4": fused_linear,
     "cuda.MoE": fused_moe,
     "cuda.MoEInt4": fused_moe,
     "deepseek.GroupedQueryAttention": grouped_query_attention,
     "deepseek.LatentAttention": latent_attention,
+    "deepseek.RotaryAngles": angles,
 }

@@ -8,10 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from check_data import DEVICE, DTYPE, Case, randn, relative
+from check_data import DEVICE, DTYPE, Case, randn, relative, tile_name
 
 from deepseek_triton.kernels.append_kv import append_grouped_query, append_grouped_query_reference
-from deepseek_triton.kernels.combine import combine_project, combine_project_reference
+from deepseek_triton.kernels.combine import (
+    ProjectTile,
+    combine_project,
+    combine_project_reference,
+)
 from deepseek_triton.kernels.grouped_query_decode import (
     grouped_query_decode,
     grouped_query_decode_reference,
@@ -46,7 +50,7 @@ def decode_cases(sweep: bool) -> Iterator[Case]:
         yield from latent_parts(batch, context, 16)
         if sweep and (context == 1024 or batch == 64):
             yield from decode_sweep(batch, context, 16)
-    for batch, splits in ((1, 16), (8, 8), (8, 16), (64, 2), (64, 4)) if sweep else ():
+    for batch, splits in ((8, 8), (8, 16), (64, 2), (64, 4)) if sweep else ():
         yield from combine_sweep(batch, splits)
     for batch in (1, 8, 64):
         yield latent_whole(batch, 1024, 128)
@@ -137,22 +141,29 @@ def decode_sweep(batch: int, context: int, heads: int) -> Iterator[Case]:
 def combine_sweep(batch: int, splits: int, heads: int = 16) -> Iterator[Case]:
     """Yield the last launch with other tiles."""
 
-    def prepare(block_v: int, warps: int) -> Callable[[int], torch.Tensor]:
+    def prepare(tile: ProjectTile) -> Callable[[int], torch.Tensor]:
         w_uv = [randn(heads, RANK, VALUE, scale=RANK**-0.5) for _ in range(24)]
         values = randn(batch, splits, heads, RANK)
         lse = torch.randn(batch, splits, heads, device=DEVICE)
         partials = Partials(values, lse if splits > 1 else None)
 
         def run(i: int) -> torch.Tensor:
-            return combine_project(partials, w_uv[i % 24], block_v=block_v, warps=warps)
+            return combine_project(partials, w_uv[i % 24], tile=tile)
 
         run.want = lambda: combine_project_reference(partials, w_uv[0])
         return run
 
-    for block_v, warps in ((16, 4), (16, 8), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)):
+    for sizes in (
+        (64, 128, 4, 3),
+        (64, 64, 4, 4),
+        (32, 128, 4, 3),
+        (32, 64, 4, 4),
+        (64, 128, 8, 3),
+    ):
+        tile = ProjectTile(*sizes)
         yield Case(
-            f"combine b{batch} s{splits} v{block_v} w{warps}",
-            partial(prepare, block_v, warps), lambda run: relative(run(0), run.want()),
+            f"combine b{batch} s{splits} {tile_name(tile)}",
+            partial(prepare, tile), lambda run: relative(run(0), run.want()),
             heads * RANK * VALUE * 2.0,
         )  # fmt: skip
 

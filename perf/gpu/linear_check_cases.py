@@ -17,7 +17,9 @@ from deepseek_triton.kernels import linear as linear_module
 from deepseek_triton.kernels import linear_int4 as int4_module
 from deepseek_triton.kernels.linear import linear, linear_reference
 from deepseek_triton.kernels.linear_int4 import Int4Tile, linear_int4
-from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference, router
+from deepseek_triton.kernels.router import choose_experts
+from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference
+from deepseek_triton.kernels.step_inputs import embedding, rotary_angles
 
 V2_ROUTING = Routing("softmax", 64, 6, num_shared=2)
 V3_ROUTING = Routing("sigmoid", 256, 8, 2.5, True, 8, 4, 1)
@@ -28,6 +30,7 @@ def all_cases(*, sweep: bool) -> Iterator[Case]:
     yield from linear_cases(sweep)
     yield from int4_cases(sweep)
     yield from routing_cases()
+    yield from step_input_cases()
     yield from sampling_cases()
     yield from expert_cases(sweep)
 
@@ -181,6 +184,48 @@ def int4_cases(sweep: bool) -> Iterator[Case]:
         yield int4_case(4096, 3648, 2048, 128, True, tile)
 
 
+# ------------------------------------------------------------------------------------- step inputs
+
+
+def step_input_cases() -> Iterator[Case]:
+    """Yield what a step begins with."""
+    for tokens in (1, 8, 64, 8192):
+        ids = torch.randint(0, 102400, (tokens,), dtype=torch.int32)
+        yield embedding_case(tokens, ids)
+        yield angles_case(tokens)
+
+
+def embedding_case(tokens: int, ids: torch.Tensor) -> Case:
+    """Rows of V2-Lite's embedding."""
+
+    def prepare() -> Callable[[int], Any]:
+        table, rows = randn(102400, 2048), ids.to(check_data.DEVICE)
+        return lambda i: (table, rows, embedding(table, rows))
+
+    def check(run: Callable[[int], Any]) -> float:
+        table, rows, got = run(0)
+        return 0.0 if torch.equal(got, table[rows.long()]) else 1.0
+
+    return Case(f"embedding T={tokens}", prepare, check, tokens * 2048 * 4)
+
+
+def angles_case(tokens: int) -> Case:
+    """Angles near and far."""
+
+    def prepare() -> Callable[[int], Any]:
+        positions = torch.randint(0, 163840, (tokens,), device=check_data.DEVICE).int()
+        inv_freq = torch.rand(64, device=check_data.DEVICE)
+        inv_freq[0] = 1.0
+        return lambda i: (positions, inv_freq, rotary_angles(positions, inv_freq, 1.5))
+
+    def check(run: Callable[[int], Any]) -> float:
+        positions, inv_freq, (cos, sin) = run(0)
+        angle = (positions.float()[:, None] * inv_freq).double()
+        return max(relative(cos, angle.cos() * 1.5), relative(sin, angle.sin() * 1.5))
+
+    return Case(f"rotary_angles T={tokens}", prepare, check, tolerance=1e-6)
+
+
 # ----------------------------------------------------------------------------------------- routing
 
 
@@ -189,7 +234,7 @@ def routing_cases() -> Iterator[Case]:
     for name, routing, width in (("v2", V2_ROUTING, 2048), ("v3", V3_ROUTING, 7168)):
         for tokens in (1, 8, 64, 1024):
             yield route_case(f"route {name} T={tokens}", routing, tokens)
-            yield router_case(f"router {name} T={tokens}", routing.num_experts, width, tokens)
+            yield router_case(f"router {name} T={tokens}", routing, width, tokens)
     for tokens in (65, 1024, 8192):
         yield group_case(tokens)
 
@@ -212,19 +257,28 @@ def route_case(name: str, routing: Routing, tokens: int) -> Case:
     return Case(name, prepare, check, tolerance=1e-5)
 
 
-def router_case(name: str, experts: int, width: int, tokens: int) -> Case:
-    """Norm and router product."""
+def router_case(name: str, routing: Routing, width: int, tokens: int) -> Case:
+    """Norm, router product and choice."""
+    experts = routing.num_experts
 
     def prepare() -> Callable[[int], Any]:
         x, norm = randn(tokens, width), randn(width)
         weight = randn(experts, width, scale=width**-0.5).float()
-        return lambda i: (x, norm, weight, router(x, weight, norm, 1e-6))
+        bias = None
+        if routing.kind == "sigmoid":
+            bias = torch.randn(experts, device=check_data.DEVICE) * 0.1
+        return lambda i: (
+            *(x, norm, weight, bias),
+            choose_experts(x, weight, norm, 1e-6, routing, bias),
+        )
 
     def check(run: Callable[[int], Any]) -> float:
-        x, norm, weight, (normed, logits) = run(0)
+        x, norm, weight, bias, (normed, ids, weights) = run(0)
+        logits = (normed.double() @ weight.double().T).float()
+        want_ids, want_weights = route_reference(logits, routing, bias)
+        right = torch.equal(ids, want_ids) and relative(weights, want_weights) < 1e-4
         want = torch.nn.functional.rms_norm(x.float(), (width,), norm.float(), 1e-6)
-        exact = relative(logits, normed.double() @ weight.double().T) < 1e-5
-        return relative(normed, want) if exact else 1.0
+        return relative(normed, want) if right else 1.0
 
     return Case(name, prepare, check, experts * width * 4)
 

@@ -176,7 +176,7 @@ class TestKeyFilter:
 def test_the_chosen_layout_fills_the_card_and_no_more() -> None:
     one = choose_tile(1, 1, 16, 576, 1024, torch.bfloat16)
     many = choose_tile(64, 1, 16, 576, 1024, torch.bfloat16)
-    assert one.splits == 1024 // one.block_n
+    assert one.splits == 1024 // 128
     assert many.splits == 2
     assert choose_tile(512, 1, 64, 576, 8192, torch.bfloat16).splits == 1
     assert choose_tile(1, 1, 1, 24, 16, torch.float32).splits == 1

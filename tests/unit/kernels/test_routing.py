@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference, router
+from deepseek_triton.kernels.router import choose_experts, choose_experts_reference
+from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference
 
 ROUTINGS = {
     "v2_lite": Routing("softmax", 64, 6, num_shared=2),
@@ -56,17 +57,31 @@ def test_ids_stay_in_range_when_logits_are_nan() -> None:
     assert bool(((ids >= 0) & (ids < 6)).all())
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 18])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_experts_from_the_hidden_state(name: str, tokens: int) -> None:
+    routing = ROUTINGS[name]
+    width = 2100 if name == "one_group" else 300  # more and less than a program's step
+    x, norm = torch.randn(tokens, width), torch.rand(width) + 0.5
+    weight, bias = torch.randn(routing.num_experts, width), bias_of(routing)
+    for _ in range(2 if tokens == 3 else 1):  # the counters are as they were
+        got = choose_experts(x, weight, norm, 1e-5, routing, bias)
+        want = choose_experts_reference(x, weight, norm, 1e-5, routing, bias)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(got[1], want[1])
+        torch.testing.assert_close(got[2], want[2], rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 70])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_router_norms_and_multiplies(tokens: int, dtype: torch.dtype) -> None:
-    x, norm = torch.randn(tokens, 300, dtype=dtype), torch.randn(300, dtype=dtype)
+def test_the_router_sees_the_rounded_norm(tokens: int) -> None:
+    routing = Routing("sigmoid", 9, 9)  # all experts: weights are the scores
+    x, norm = torch.randn(tokens, 300).half(), torch.randn(300).half()
     weight = torch.randn(9, 300) / 300**0.5
-    normed, logits = router(x, weight, norm, 1e-5)
+    normed, ids, weights = choose_experts(x, weight, norm, 1e-5, routing)
     want = torch.nn.functional.rms_norm(x.double(), (300,), norm.double(), 1e-5)
     torch.testing.assert_close(normed.double(), want, rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(
-        logits.double(), normed.double() @ weight.double().T, rtol=1e-4, atol=1e-5
-    )
+    scores = (normed.double() @ weight.double().T).sigmoid().gather(1, ids.long())
+    torch.testing.assert_close(weights.double(), scores, rtol=1e-4, atol=1e-5)
 
 
 def sorted_blocks(ids: torch.Tensor, experts: int, rows: int) -> list[tuple[int, list[int]]]:
