@@ -164,32 +164,51 @@ def _of_rows(table, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _products(sums, loaded, x_rows, block, K: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr):
-    """Return sums [STEP, 16, 8] plus those of a chunk; x_rows and block [8, STEP] of each column."""
+def _load_x(x_rows, block, K: tl.constexpr):
+    """Return the quarters of x [8, STEP, 16 or 32] that meet a chunk, as 32-bit words.
+
+    x_rows and block [8, STEP] are those of each column of the tile.
+    """
+    each: tl.constexpr = 32 // x_rows.dtype.scalar.element_ty.primitive_bitwidth
+    rows = x_rows.to(tl.pointer_type(tl.int32))[:, :, None]
+    x = ()  # type: Any
+    for q in tl.static_range(4):
+        at = ((block * 128 + q * 32) // each)[:, :, None] + tl.arange(0, 32 // each)[None, None, :]
+        if K % 128 == 0:
+            x = x + (tl.load(rows + at),)
+        else:
+            x = x + (tl.load(rows + at, mask=at < K // each, other=0),)
+    return x
+
+
+@triton.jit
+def _halves(words):
+    """Return the 16-bit halves of words […, N] as neighbours […, 2 · N]: no register changes."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return tl.reshape(both, [words.shape[0], words.shape[1], 2 * words.shape[2]])
+
+
+@triton.jit
+def _products(sums, loaded, x, DTYPE: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr):
+    """Return sums [STEP, 16, 8] plus those of a chunk that `_load` and `_load_x` returned."""
     codes, scales, zeros = loaded
-    dtype: tl.constexpr = x_rows.dtype.scalar.element_ty
-    precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
-    symmetric: tl.constexpr = 1032.0 if dtype == tl.float16 else 136.0
-    step: tl.constexpr = block.shape[1]
+    precision: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"
+    symmetric: tl.constexpr = 1032.0 if DTYPE == tl.float16 else 136.0
+    step: tl.constexpr = codes.shape[1] // 2
     parts: tl.constexpr = 128 // GROUP
-    pairs = tl.join(codes.to(tl.int16), (codes >> 16).to(tl.int16))
-    words = tl.permute(tl.reshape(pairs, [8, 2, step, 32]), 2, 1, 0, 3)
-    quarters = spread(tl.reshape(words, [step, 16, 32]), dtype, ASM)
+    words = tl.permute(tl.reshape(_halves(codes), [8, 2, step, 32]), 2, 1, 0, 3)
+    quarters = spread(tl.reshape(words, [step, 16, 32]), DTYPE, ASM)
     for part in tl.static_range(parts):
         acc = tl.zeros([step, 16, 8], tl.float32)
         for q in tl.static_range(part * 4 // parts, (part + 1) * 4 // parts):
-            k = block[:, :, None] * 128 + q * 32 + tl.arange(0, 32)[None, None, :]
-            if K % 128 == 0:
-                x = tl.load(x_rows[:, :, None] + k)
-            else:
-                x = tl.load(x_rows[:, :, None] + k, mask=k < K, other=0)
-            x = tl.permute(_as_held(tl.permute(x, 1, 0, 2)), 0, 2, 1)
+            columns = (x[q] if DTYPE == tl.float32 else _halves(x[q])).to(DTYPE, bitcast=True)
+            columns = _as_held(tl.permute(columns, 1, 0, 2))
             w = _as_held(quarters[q])  # zero points come off exactly
             if len(zeros) > 0:
-                w -= _of_rows(zeros[part].to(dtype), 32)
+                w -= _of_rows(zeros[part].to(DTYPE), 32)
             else:
                 w -= symmetric
-            acc = tl.dot(w, x, acc, input_precision=precision)
+            acc = tl.dot(w, tl.permute(columns, 0, 2, 1), acc, input_precision=precision)
         sums += acc * _of_rows(scales[part], 8)
     return sums
 
@@ -207,29 +226,33 @@ def _sums(
     split: tl.constexpr = 2 * STEP // SLOTS
     blocks: tl.constexpr = (K + 127) // 128
     start = _start(ids_ptr, codes_ptr, n0, features, K, PAIRS, GROUP, STEP, split)
-    pending = ()  # type: Any
+    loaded = ()  # type: Any
     for i in tl.static_range(AHEAD):
-        pending = pending + (_load(start, scales_ptr, zeros_ptr, i, features, K, GROUP, split),)
+        loaded = loaded + (_load(start, scales_ptr, zeros_ptr, i, features, K, GROUP, split),)
     await_inputs(PDL)
     slot = tl.arange(0, STEP)[None, :] * 2 + tl.arange(0, 8)[:, None] // 4
     x_rows = x_ptr + tl.minimum(slot // split, PAIRS - 1) * K
+    x = ()  # type: Any
+    for i in tl.static_range(AHEAD):
+        x = x + (_load_x(x_rows, tl.minimum(i * split + slot % split, blocks - 1), K),)
     acc = tl.zeros([STEP, 16, 8], tl.float32)
     for first in tl.range(0, (blocks + split - 1) // split, AHEAD, num_stages=1):
-        following = ()  # type: Any
+        next_loaded, next_x = (), ()  # type: Any, Any
         for i in tl.static_range(AHEAD):
-            block = tl.minimum((first + i) * split + slot % split, blocks - 1)  # scales are 0
-            acc = _products(acc, pending[i], x_rows, block, K, GROUP, ASM)
+            acc = _products(acc, loaded[i], x[i], x_ptr.dtype.element_ty, GROUP, ASM)
             chunk = first + AHEAD + i
-            loaded = _load(start, scales_ptr, zeros_ptr, chunk, features, K, GROUP, split)
-            following = following + (loaded,)
-        pending = following
+            following = _load(start, scales_ptr, zeros_ptr, chunk, features, K, GROUP, split)
+            next_loaded = next_loaded + (following,)
+            block = tl.minimum(chunk * split + slot % split, blocks - 1)  # beyond, scales are 0
+            next_x = next_x + (_load_x(x_rows, block, K),)
+        loaded, x = next_loaded, next_x
     half = tl.arange(0, 2)[None, :, None]
     pair = (tl.arange(0, STEP)[:, None, None] * 2 + half) // split
     share = (tl.arange(0, 8)[None, None, :] // 4 == half).to(tl.float32) / 4  # of four copies
     if weights_ptr is not None:
         share *= tl.load(weights_ptr + pair, mask=pair < PAIRS, other=0)
     acc = tl.reshape(acc, [STEP, 2, 8, 8]) * share[:, :, None, :]
-    return tl.sum(tl.sum(tl.sum(acc, axis=0), axis=0), axis=1)
+    return tl.sum(tl.sum(tl.sum(acc, axis=1), axis=2), axis=0)  # between warps last
 
 
 @triton.jit
