@@ -1,7 +1,7 @@
 """What tritonserver adds to the cuda engine: tokens per second at 1, 8 and 64 streams.
 
 The same requests go, in turns, to the engine in a process of its own and to a real tritonserver
-over gRPC: random prompts of about 128 tokens, 128 greedy tokens each, all sent at once.
+over gRPC: random prompts of about 128 tokens, 256 greedy tokens each, all sent at once.
 Clients are several processes, so that they are not what is measured.
 
     python perf/bench_gpu_serving.py                   # makes a DeepSeek-V2-Lite of random weights
@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ SETTINGS = {
 }
 
 
-def engine_worker(engine_dir: Path) -> None:
+def engine_worker(engine_dir: Path, stream_counts: Sequence[int]) -> None:
     """Measure EngineLoop in this process at each number of streams; print JSON."""
     from deepseek_triton.backend.opening import open_engine
     from deepseek_triton.config import EngineConfig
@@ -52,7 +55,7 @@ def engine_worker(engine_dir: Path) -> None:
     engine, _ = open_engine(config)
     measured: dict[str, Any] = {"load_s": time.perf_counter() - started}
     tokenizer = Tokenizer.load(engine_dir)
-    for streams in STREAMS:
+    for streams in stream_counts:
         prompts = [tuple(tokenizer.encode(prompt(i))) for i in range(streams)]
         _run_engine(engine, prompts, WARM_UP_TOKENS)
         measured[str(streams)] = _run_engine(engine, prompts, OUTPUT_TOKENS)
@@ -86,7 +89,7 @@ def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
     """
     from grpc_stream import stream_grpc
 
-    results: list[dict[str, float]] = [{} for _ in range(streams)]
+    results: list[dict[str, Any]] = [{} for _ in range(streams)]
     input("ready\n")  # the parent starts all clients at once
 
     def consume(index: int) -> None:
@@ -105,9 +108,9 @@ def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
             count = count if reported is None else int(reported.flat[0])
         results[index] = {
             "tokens": count,
-            "responses": len(times),
             "first": times[0],
             "last": times[-1],
+            "gaps": [b - a for a, b in zip(times, times[1:], strict=False)],
         }
 
     threads = [threading.Thread(target=consume, args=(i,)) for i in range(streams)]
@@ -118,7 +121,19 @@ def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
     print(json.dumps(results))
 
 
-def measure_server(url: str, streams: int, tokens: int) -> dict[str, Any]:
+def queueing(metrics_url: str) -> tuple[float, float]:
+    """Return the seconds that responses of the engine waited for postprocessing, and how many."""
+    with urllib.request.urlopen(metrics_url, timeout=10) as response:
+        text = response.read().decode()
+    found = [
+        re.search(rf'^nv_inference_{name}{{model="postprocessing"[^}}]*}} (\S+)$', text, re.M)
+        for name in ("queue_duration_us", "request_success")
+    ]
+    seconds, count = (0.0 if match is None else float(match[1]) for match in found)
+    return seconds / 1e6, count
+
+
+def measure_server(url: str, metrics_url: str, streams: int, tokens: int) -> dict[str, Any]:
     """Run `streams` requests from several client processes."""
     clients = []
     for first in range(0, streams, STREAMS_PER_CLIENT):
@@ -130,6 +145,7 @@ def measure_server(url: str, streams: int, tokens: int) -> dict[str, Any]:
     for client in clients:
         assert client.stdin is not None and client.stdout is not None
         client.stdout.readline()
+    waited_s, waited = queueing(metrics_url)
     started = time.time()
     for client in clients:
         client.stdin.write("go\n")  # type: ignore[union-attr]
@@ -138,15 +154,21 @@ def measure_server(url: str, streams: int, tokens: int) -> dict[str, Any]:
     results = [r for output in outputs for r in json.loads(output.splitlines()[-1])]
     total = sum(r["tokens"] for r in results)
     seconds = max(r["last"] for r in results) - started
+    gaps = sorted(gap for r in results for gap in r["gaps"])
+    total_waited_s, total_waited = queueing(metrics_url)
     return {
         "tokens": total,
-        "responses": sum(r["responses"] for r in results),
+        "responses": len(gaps) + len(results),
         "tokens_per_s": total / seconds,
         "first_token_s": sorted(r["first"] - started for r in results)[len(results) // 2],
+        "last_first_token_s": max(r["first"] for r in results) - started,
+        "gap_median_s": gaps[len(gaps) // 2],
+        "gap_99th_s": gaps[len(gaps) * 99 // 100],
+        "queue_of_postprocessing_s": (total_waited_s - waited_s) / max(1.0, total_waited - waited),
     }
 
 
-def serve(engine_dir: Path) -> dict[str, Any]:
+def serve(engine_dir: Path, stream_counts: Sequence[int]) -> dict[str, Any]:
     """Measure a tritonserver that serves `engine_dir`."""
     from deepseek_triton.server import ServerOptions, running_server
 
@@ -157,9 +179,11 @@ def serve(engine_dir: Path) -> dict[str, Any]:
     started = time.perf_counter()
     with running_server(options, log_path=log) as server:
         measured: dict[str, Any] = {"start_s": time.perf_counter() - started}
-        for streams in STREAMS:
-            measure_server(server.grpc_url, streams, WARM_UP_TOKENS)
-            measured[str(streams)] = measure_server(server.grpc_url, streams, OUTPUT_TOKENS)
+        for streams in stream_counts:
+            for tokens in (WARM_UP_TOKENS, OUTPUT_TOKENS):
+                measured[str(streams)] = measure_server(
+                    server.grpc_url, server.metrics_url, streams, tokens
+                )
             print(f"  server, {streams} streams: {measured[str(streams)]}", flush=True)
     return measured
 
@@ -170,12 +194,13 @@ def main() -> None:
     parser.add_argument("--engine", type=Path, help="engine directory; default: a random one")
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/bench_gpu_serving"))
     parser.add_argument("--layers", type=int, default=27, help="of the random model")
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--server-only", action="store_true", help="do not measure the engine")
     parser.add_argument("--engine-worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine_worker:
-        engine_worker(arguments.engine_worker)
+        engine_worker(arguments.engine_worker, arguments.streams)
         return
     if arguments.client:
         url, first, streams, tokens = arguments.client
@@ -193,11 +218,12 @@ def main() -> None:
         print(f"  made {engine_dir}: {measured['made']}", flush=True)
     if not arguments.server_only:
         command = [sys.executable, __file__, "--engine-worker", str(engine_dir)]
+        command += ["--streams", *map(str, arguments.streams)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         measured["engine"] = json.loads(done.stdout.splitlines()[-1])
         print(f"  engine: {measured['engine']}", flush=True)
-    measured["server"] = serve(engine_dir)
-    for streams in map(str, STREAMS) if "engine" in measured else ():
+    measured["server"] = serve(engine_dir, arguments.streams)
+    for streams in map(str, arguments.streams) if "engine" in measured else ():
         ours, engine = (measured[s][streams]["tokens_per_s"] for s in ("server", "engine"))
         print(f"  {streams} streams: {ours:.0f} of {engine:.0f} tokens/s ({ours / engine:.1%})")
     print(save_result("gpu_serving", measured))

@@ -14,8 +14,9 @@ from tests.unit.backend.fakes import output
 
 
 class FakeReply:
-    def __init__(self, interval_s: float = 0.0) -> None:
+    def __init__(self, interval_s: float = 0.0, delay_s: float = 0.0) -> None:
         self.interval_s = interval_s
+        self.delay_s = delay_s
         self.sent: list[TokenOutput] = []
         self.beats = 0
         self.gate = threading.Event()
@@ -24,6 +25,7 @@ class FakeReply:
 
     def send(self, output: TokenOutput) -> None:
         self.gate.wait(10)
+        time.sleep(self.delay_s)
         if self.failure is not None:
             raise self.failure
         self.sent.append(output)
@@ -68,16 +70,41 @@ def test_each_output_of_a_stream_is_a_response(box: Outbox) -> None:
     assert reply.sent == outputs(5)
 
 
-def test_a_request_far_behind_gets_the_rest_as_one(box: Outbox) -> None:
-    reply = FakeReply()
-    reply.gate.clear()
-    emit = box.open("k", reply)
-    for item in outputs(40):
-        emit(item)
-    reply.gate.set()
-    wait_for(lambda: bool(reply.sent) and reply.sent[-1].finish_reason is not None)
-    assert len(reply.sent) < 40
-    assert [t for o in reply.sent for t in o.token_ids] == list(range(40))
+def test_a_sender_that_is_behind_merges_and_rests(box: Outbox) -> None:
+    """Each response takes 2 ms: 5 ms of work on end are allowed, then as much rest as work."""
+    replies = [FakeReply(delay_s=0.002) for _ in range(10)]
+    emits = [box.open(f"k{i}", reply) for i, reply in enumerate(replies)]
+    started = time.monotonic()
+    for index in range(40):
+        for i, emit in enumerate(emits):
+            last = FinishReason.LENGTH if index == 39 else None
+            emit(output(f"k{i}", index, (index,), last))
+        time.sleep(0.005)
+    wait_for(lambda: all(r.sent and r.sent[-1].finish_reason is not None for r in replies))
+    seconds = time.monotonic() - started
+    for reply in replies:
+        assert [t for o in reply.sent for t in o.token_ids] == list(range(40))
+    # Without rest there would be twice as many; first and last responses never rest.
+    work = 0.002 * sum(len(reply.sent) for reply in replies)
+    assert work < 0.5 * seconds + 0.005 + 0.002 * 20
+
+
+def test_first_and_last_outputs_go_before_others_and_do_not_rest(box: Outbox) -> None:
+    busy, other = FakeReply(delay_s=0.05), FakeReply()
+    emit = box.open("busy", busy)
+    for i in range(3):  # the first costs a rest of 0.05 s, in which the others pile up
+        emit(output("busy", i, (i,)))
+    wait_for(lambda: len(busy.sent) == 1)
+    started = time.monotonic()
+    emit_other = box.open("k", other)
+    emit_other(output("k", 0, (1,)))
+    wait_for(lambda: len(other.sent) == 1)
+    emit_other(output("k", 1, (2,), FinishReason.LENGTH))
+    wait_for(lambda: len(other.sent) == 2)
+    assert time.monotonic() - started < 0.03
+    assert len(busy.sent) == 1
+    wait_for(lambda: len(busy.sent) == 2)
+    assert [o.token_ids for o in busy.sent] == [(0,), (1, 2)]
 
 
 def test_a_slow_receiver_does_not_block_the_engine(box: Outbox) -> None:
