@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from deepseek_triton.backend.engine_process import start_engine
 from deepseek_triton.backend.engine_request import ReplyOptions, read_request
 from deepseek_triton.backend.extras import read_extras
+from deepseek_triton.backend.flow import Flow
 from deepseek_triton.backend.inputs import Inputs
 from deepseek_triton.backend.metrics_reporter import MetricsReporter
 from deepseek_triton.backend.opening import EngineLimits
@@ -62,7 +63,8 @@ class EngineStage:
         self._config = EngineConfig.from_parameters(model_parameters(args))
         configure_logging(self._config.log_level)
         self._engine, self._limits = self._start_engine(self._config, self._leave)
-        self._outbox = Outbox(self._engine.abort)
+        self._flow = Flow()
+        self._outbox = Outbox(self._engine.abort, self._flow)
         self._metrics = MetricsReporter(self._pb, self._engine.stats)
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
@@ -107,7 +109,7 @@ class EngineStage:
         parsed, options = read_request(inputs, self._limits, key, deadline_ns, extras)
         reply: Reply
         if sent_key:
-            reply = EnsembleReply(self._pb, sender, parsed, options)
+            reply = EnsembleReply(self._pb, sender, parsed, options, self._flow)
         else:
             reply = self._direct_reply(request, sender, parsed, options)
         self._submit(parsed, reply, inputs)

@@ -2,11 +2,10 @@
 
 engine ──▶ emit ──▶ pending, by request ──▶ outbox thread ──▶ Reply.send
 
-Sending takes a round trip to the server each time, and Triton queues what postprocessing has not
-taken yet, without bound and without telling. So the thread rests as long as it worked, once it has
-worked for a while on end: postprocessing needs about as long for a response as it takes to send
-one. What piles up for a request in the meantime goes out as one response. First and last outputs
-never wait, and a sender with little to do neither rests nor merges.
+Sending takes a round trip to the server each time, and postprocessing takes its time as well. When
+many responses are on their way to it, the thread waits until some were handled: a queue there would
+only make all of them late. What piles up for a request in the meantime goes out as one response.
+First and last outputs never wait; with few requests nothing does, and nothing is merged.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from deepseek_triton.backend.flow import Flow
 from deepseek_triton.errors import InvalidRequestError
 from deepseek_triton.log import request_logger
 from deepseek_triton.request import RequestKey, TokenOutput
 
 _logger = logging.getLogger(__name__)
 
-_BURST_S = 0.005  # of work on end before the thread rests
-_MERGE_S = _BURST_S / 2  # of work on end before outputs of one request are merged
+_WINDOW = 16  # responses on their way to postprocessing; half of them keep it busy
+_POLL_S = 0.001  # how soon it is seen that postprocessing got on
 _BEAT_S = 0.5
 _MAX_BEATS_PER_S = 50
 
@@ -75,42 +75,23 @@ class _Entry:
         return taken
 
 
-class _Pace:
-    """How much work, in seconds, no rest has made up for."""
-
-    def __init__(self) -> None:
-        self._debt = 0.0
-        self._rests_since = time.monotonic()
-
-    def debt(self, now: float) -> float:
-        """Return it as of `now` (time.monotonic())."""
-        return max(0.0, self._debt - (now - self._rests_since))
-
-    def worked(self, start: float, end: float) -> None:
-        """Add the work from `start` to `end`."""
-        self._debt = self.debt(start) + end - start
-        self._rests_since = end
-
-    def may_work_at(self) -> float:
-        """Return when there is rest enough to go on."""
-        return self._rests_since + self._debt - _BURST_S
-
-
 class Outbox:
     """Thread-safe. `abort` is called with the key of a request whose reply raised."""
 
-    def __init__(self, abort: Callable[[RequestKey], object]) -> None:
+    def __init__(self, abort: Callable[[RequestKey], object], flow: Flow) -> None:
+        """Replies to postprocessing mark in `flow` what they send."""
         self._abort = abort
+        self._flow = flow
         # The condition guards the fields below and the outputs of entries.
         self._changed = threading.Condition()
         self._entries: dict[RequestKey, _Entry] = {}
         # Those with outputs, by who came first.
         self._urgent: dict[RequestKey, _Entry] = {}
         self._pending: dict[RequestKey, _Entry] = {}
+        self._num_outputs = 0  # of all of them
         self._silent: list[RequestKey] = []  # whom to give a beat
         self._next_scan = 0.0  # when to look for silent ones (time.monotonic())
         self._closing = False
-        self._pace = _Pace()  # the thread's own
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
@@ -131,6 +112,7 @@ class Outbox:
         def emit(output: TokenOutput) -> None:
             with self._changed:
                 entry.outputs.append(output)
+                self._num_outputs += 1
                 self._queue(request_key, entry)
                 self._changed.notify()
 
@@ -167,15 +149,16 @@ class Outbox:
     def _next(self) -> tuple[RequestKey, _Entry, list[TokenOutput]] | None:
         """Return whom to contact now, and with what; no outputs: a beat."""
         now = time.monotonic()
-        debt = self._pace.debt(now)
+        on_the_way = self._flow.on_the_way(now)
         key = next(iter(self._urgent), None)
-        if key is None and (debt < _BURST_S or self._closing):
+        if key is None and (on_the_way < _WINDOW or self._closing):
             due = (k for k, e in self._pending.items() if e.due() <= now or self._closing)
             key = next(due, None)
         if key is None:
             return self._next_silent(now)
         entry = self._urgent.pop(key, None) or self._pending.pop(key)
-        outputs = entry.take(debt >= _MERGE_S)
+        outputs = entry.take(on_the_way >= _WINDOW // 2 or self._num_outputs > _WINDOW)
+        self._num_outputs -= len(outputs)
         if entry.outputs:
             self._queue(key, entry)
         if outputs[-1].finish_reason is not None:
@@ -198,12 +181,13 @@ class Outbox:
         """Return the seconds until something is due; None: nothing is."""
         if not self._entries:
             return None
+        now = time.monotonic()
         due = min((entry.due() for entry in self._pending.values()), default=self._next_scan)
-        due = max(due, self._pace.may_work_at())
-        return max(0.0, min(due, self._next_scan) - time.monotonic())
+        if due <= now:  # postprocessing is behind
+            due = now + _POLL_S
+        return max(0.0, min(due, self._next_scan) - now)
 
     def _contact(self, key: RequestKey, entry: _Entry, outputs: list[TokenOutput]) -> None:
-        started = time.monotonic()
         try:
             if outputs:
                 entry.reply.send(merge(outputs))
@@ -214,7 +198,6 @@ class Outbox:
             if not outputs or outputs[-1].finish_reason is None:
                 self._abort(key)
         entry.last_contact = time.monotonic()
-        self._pace.worked(started, entry.last_contact)
 
 
 def merge(outputs: list[TokenOutput]) -> TokenOutput:

@@ -118,5 +118,17 @@ def pack_outputs(deliveries: Deliveries) -> list[tuple[Any, ...]]:
 
 def unpack_output(packed: tuple[Any, ...]) -> TokenOutput:
     """Return the output that `pack_outputs` made a tuple of."""
-    stats, top_log_probs = packed[-2:]
-    return TokenOutput(*packed[:-2], RequestStats(*stats), top_log_probs)
+    key, index, token_ids, log_probs, cum, num_input, num_output, reason, error, stats, top = packed
+    return TokenOutput(
+        key,
+        index,
+        token_ids,
+        log_probs,
+        cum,
+        num_input,
+        num_output,
+        reason,
+        error,
+        RequestStats(*stats),
+        top,
+    )
