@@ -34,6 +34,14 @@ STREAMS = (1, 8, 64)
 OUTPUT_TOKENS = 256
 WARM_UP_TOKENS = 16
 STREAMS_PER_CLIENT = 8
+SETTLE_S = 0.4  # until the engine's metrics are up to date
+COUNTERS = (
+    ("queue_us", 'nv_inference_queue_duration_us{model="postprocessing"'),
+    ("responses", 'nv_inference_request_success{model="postprocessing"'),
+    ("steps", "deepseek_triton_steps_total"),
+    ("step_s", "deepseek_triton_step_seconds_total"),
+    ("runner_s", "deepseek_triton_runner_seconds_total"),
+)
 SETTINGS = {
     "DEEPSEEK_TRITON_MAX_BATCH_SIZE": "64",
     "DEEPSEEK_TRITON_MAX_TOKENS_PER_STEP": "8192",
@@ -68,6 +76,7 @@ def _run_engine(engine: Any, prompts: list[tuple[int, ...]], tokens: int) -> dic
 
     arrivals: list[list[float]] = [[] for _ in prompts]
     ended = threading.Semaphore(0)
+    before = engine.stats()
     started = time.perf_counter()
     for index, ids in enumerate(prompts):
 
@@ -79,7 +88,15 @@ def _run_engine(engine: Any, prompts: list[tuple[int, ...]], tokens: int) -> dic
         engine.submit(Request(RequestKey(f"{tokens}-{index}"), ids, tokens), take)
     for _ in prompts:
         ended.acquire()
-    return summarize(started, arrivals)
+    after = engine.stats()
+    names = ("steps_total", "step_seconds_total", "runner_seconds_total")
+    counted = (getattr(after, name) - getattr(before, name) for name in names)
+    return {**summarize(started, arrivals), **per_step(*counted)}
+
+
+def per_step(steps: float, step_s: float, runner_s: float) -> dict[str, float]:
+    """Return the number of steps and how long they took on average, in all and in the runner."""
+    return {"steps": steps, "step_s": step_s / steps, "runner_s": runner_s / steps}
 
 
 def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
@@ -121,16 +138,13 @@ def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
     print(json.dumps(results))
 
 
-def queueing(metrics_url: str) -> tuple[float, float]:
-    """Return the seconds that responses of the engine waited for postprocessing, and how many."""
+def counters(metrics_url: str) -> dict[str, float]:
+    """Return what the server has counted, under the names of COUNTERS."""
+    time.sleep(SETTLE_S)
     with urllib.request.urlopen(metrics_url, timeout=10) as response:
         text = response.read().decode()
-    found = [
-        re.search(rf'^nv_inference_{name}{{model="postprocessing"[^}}]*}} (\S+)$', text, re.M)
-        for name in ("queue_duration_us", "request_success")
-    ]
-    seconds, count = (0.0 if match is None else float(match[1]) for match in found)
-    return seconds / 1e6, count
+    found = {name: re.search(rf"^{re.escape(key)}.* (\S+)$", text, re.M) for name, key in COUNTERS}
+    return {name: 0.0 if match is None else float(match[1]) for name, match in found.items()}
 
 
 def measure_server(url: str, metrics_url: str, streams: int, tokens: int) -> dict[str, Any]:
@@ -145,7 +159,7 @@ def measure_server(url: str, metrics_url: str, streams: int, tokens: int) -> dic
     for client in clients:
         assert client.stdin is not None and client.stdout is not None
         client.stdout.readline()
-    waited_s, waited = queueing(metrics_url)
+    before = counters(metrics_url)
     started = time.time()
     for client in clients:
         client.stdin.write("go\n")  # type: ignore[union-attr]
@@ -155,7 +169,7 @@ def measure_server(url: str, metrics_url: str, streams: int, tokens: int) -> dic
     total = sum(r["tokens"] for r in results)
     seconds = max(r["last"] for r in results) - started
     gaps = sorted(gap for r in results for gap in r["gaps"])
-    total_waited_s, total_waited = queueing(metrics_url)
+    counted = {name: value - before[name] for name, value in counters(metrics_url).items()}
     return {
         "tokens": total,
         "responses": len(gaps) + len(results),
@@ -164,7 +178,8 @@ def measure_server(url: str, metrics_url: str, streams: int, tokens: int) -> dic
         "last_first_token_s": max(r["first"] for r in results) - started,
         "gap_median_s": gaps[len(gaps) // 2],
         "gap_99th_s": gaps[len(gaps) * 99 // 100],
-        "queue_of_postprocessing_s": (total_waited_s - waited_s) / max(1.0, total_waited - waited),
+        "queue_of_postprocessing_s": counted["queue_us"] / 1e6 / max(1.0, counted["responses"]),
+        **per_step(counted["steps"], counted["step_s"], counted["runner_s"]),
     }
 
 
