@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_serving import prompt, summarize
+from bench_serving import Stream, prompt, summarize
 from record import save_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
@@ -74,14 +74,14 @@ def engine_worker(engine_dir: Path, stream_counts: Sequence[int]) -> None:
 def _run_engine(engine: Any, prompts: list[tuple[int, ...]], tokens: int) -> dict[str, float]:
     from deepseek_triton.request import Request, RequestKey, TokenOutput
 
-    arrivals: list[list[float]] = [[] for _ in prompts]
+    measured = [Stream() for _ in prompts]
     ended = threading.Semaphore(0)
     before = engine.stats()
     started = time.perf_counter()
     for index, ids in enumerate(prompts):
 
-        def take(output: TokenOutput, times: list[float] = arrivals[index]) -> None:
-            times += [time.perf_counter()] * len(output.token_ids)
+        def take(output: TokenOutput, stream: Stream = measured[index]) -> None:
+            stream.take(len(output.token_ids))
             if output.finish_reason is not None:
                 ended.release()
 
@@ -91,7 +91,7 @@ def _run_engine(engine: Any, prompts: list[tuple[int, ...]], tokens: int) -> dic
     after = engine.stats()
     names = ("steps_total", "step_seconds_total", "runner_seconds_total")
     counted = (getattr(after, name) - getattr(before, name) for name in names)
-    return {**summarize(started, arrivals), **per_step(*counted)}
+    return {**summarize(started, measured), **per_step(*counted)}
 
 
 def per_step(steps: float, step_s: float, runner_s: float) -> dict[str, float]:

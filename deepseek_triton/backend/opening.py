@@ -123,6 +123,7 @@ def _load_cuda(config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits
         num_blocks=partial(_size_pool, config, engine_dir, limits),
         max_batch_size=config.scheduler.max_batch_size,
         max_context_len=limits.max_context_len,
+        max_tokens_per_step=config.scheduler.max_tokens_per_step,
     )
 
 
