@@ -82,7 +82,11 @@ def _read(link: Link, inbox: SimpleQueue[Any]) -> None:
 
 def _serve(link: Link, inbox: SimpleQueue[Any], config: EngineConfig, open_loop: OpenLoop) -> None:
     def deliver(deliveries: Deliveries) -> None:
-        link.send(pack_outputs(deliveries))
+        try:
+            link.send(pack_outputs(deliveries))
+        except Exception:  # without outputs every request would wait for ever
+            _logger.exception("the engine's process ends: outputs cannot be sent")
+            _leave(1)
 
     try:
         loop, limits = open_loop(config, deliver=deliver, on_death=partial(_leave, 1))

@@ -182,7 +182,11 @@ class RemoteEngine:
                 else:
                     self._take_outputs(message)
         except EOFError:
-            self._end()
+            pass
+        except Exception:
+            _logger.exception("a message of the engine's process cannot be read; it is killed")
+            self._process.kill()
+        self._end()
 
     def _take_outputs(self, step: list[tuple[Any, ...]]) -> None:
         deliveries = []

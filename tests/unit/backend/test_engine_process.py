@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,9 @@ import pytest
 from deepseek_triton.backend import engine_process
 from deepseek_triton.backend.engine_process import start_engine, start_process
 from deepseek_triton.config import EngineConfig, SchedulerConfig
+from deepseek_triton.engine.admission import Admission
+from deepseek_triton.engine.engine import Engine
+from deepseek_triton.engine.link import Link
 from deepseek_triton.engine.loop import EngineLoop
 from deepseek_triton.engine.remote import RemoteEngine
 from deepseek_triton.errors import (
@@ -307,7 +311,16 @@ def test_who_gets_a_process(
 
 
 def test_a_remote_engine_is_an_engine() -> None:
-    from deepseek_triton.engine.engine import Engine
-
     missing = {n for n in vars(Engine) if not n.startswith("_")} - set(dir(RemoteEngine))
     assert not missing
+
+
+def test_a_process_that_sends_nonsense_is_killed() -> None:
+    ours, theirs = Pipe()
+    process = subprocess.Popen(["/bin/sleep", "3600"])
+    deaths: list[bool] = []
+    admission = Admission(10, 10, Runner("sound").kv_cache_spec, 10, 10)
+    engine = RemoteEngine(Link(ours), process, admission, lambda: deaths.append(engine.is_alive))
+    theirs.send_bytes(b"no pickle")
+    until(lambda: deaths == [False])
+    assert process.returncode == -signal.SIGKILL
