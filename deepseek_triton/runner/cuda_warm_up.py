@@ -16,13 +16,20 @@ from deepseek_triton.runner.cuda_step import Prefill, Step
 
 _ROW = 128  # tokens of a row
 _DIVISOR = 16
+_FEWEST = 3
 
 
 def token_counts(limit: int) -> Iterator[int]:
-    """Yield token counts up to `limit`: in each size class an odd one and a multiple of 16."""
-    count = 16
+    """Yield ascending token counts up to `limit`: in each size class one that 16 divides or not.
+
+    Classes begin at powers of two, and some half way between two of them.
+    """
+    yield from (n for n in (_FEWEST,) if n < limit)
+    count = _DIVISOR
     while count < limit:
-        yield from (count + 1, min(count + count // 2 // _DIVISOR * _DIVISOR, limit))
+        yield from (n for n in (count, count + 1) if n < limit)
+        half = count + count // 2
+        yield from (n for n in (half // _DIVISOR * _DIVISOR, half + 1) if count + 1 < n < limit)
         count *= 2
     yield limit
 
