@@ -77,6 +77,8 @@ def evaluate(
     engine: Path, reference: Path | None, text: str, windows: int, length: int
 ) -> dict[str, Any]:
     """Return what is to be said of `engine`, by name."""
+    for folder in (engine, reference or engine):  # before the text is read, which takes longer
+        load_engine_dir(folder, verify_contents=False)
     cut = cut_windows(read_tokens(engine, text), length, windows)
     scores, outputs = _measure(engine, cut)
     figures: dict[str, Any] = {

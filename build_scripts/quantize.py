@@ -12,7 +12,7 @@ from types import FrameType
 
 from deepseek_triton.calibrate.quantize import METHODS, QuantizeOptions, quantize_checkpoint
 from deepseek_triton.checkpoint.config import find_config
-from deepseek_triton.errors import DeepseekTritonError
+from deepseek_triton.errors import ConfigError, DeepseekTritonError
 from deepseek_triton.text.documents import read_documents, standard_library
 
 
@@ -45,6 +45,11 @@ def main() -> int:
         options = QuantizeOptions(
             args.method, args.group, bool(args.symmetric), args.windows, args.window_length
         )
+        if args.calibration and args.method == "rtn":
+            raise ConfigError(
+                f"CALIBRATION: METHOD=rtn reads no text, so {args.calibration} would not be used; "
+                "leave it out, or take METHOD=awq"
+            )
         report = quantize_checkpoint(Path(args.checkpoint), Path(args.out), options, documents)
     except DeepseekTritonError as error:
         print(f"error: {error}", file=sys.stderr)

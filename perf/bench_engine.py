@@ -20,12 +20,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from record import save_result
-from reference_model import write_reference_checkpoint
+from reference_model import REFERENCE_CONFIG, write_reference_checkpoint
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "perf"
 BATCH_SIZES = (1, 8)
@@ -156,26 +158,38 @@ def main() -> None:
             "engine": ("engine", engine_dir),
             "transformers": ("transformers", checkpoint),
         }
+    measured = compare(
+        {side: partial(run_worker, *place) for side, place in sides.items()}, arguments.rounds
+    )
+    print(save_result("int4_decode" if arguments.int4 else "engine_decode", measured))
+
+
+def compare(
+    sides: Mapping[str, Callable[[int], dict[str, float]]], num_rounds: int
+) -> dict[str, Any]:
+    """Measure two sides in turns, ours first, by batch size; print and return the summaries."""
     ours, theirs = sides
     measured: dict[str, Any] = {}
     for batch_size in BATCH_SIZES:
         rounds = [
-            {side: run_worker(*place, batch_size) for side, place in sides.items()}
-            for _ in range(arguments.rounds)
+            {side: measure(batch_size) for side, measure in sides.items()}
+            for _ in range(num_rounds)
         ]
         summary = summarize(rounds, batch_size, ours, theirs)
         measured[f"batch_{batch_size}"] = {**summary, "rounds": rounds}
         print(f"B={batch_size}: {summary}")
-    print(save_result("int4_decode" if arguments.int4 else "engine_decode", measured))
+    return measured
 
 
-def reference_engine() -> tuple[Path, Path]:
-    """Write the reference checkpoint and its engine under .cache/perf, once."""
+def reference_engine(
+    name: str = "reference", config: Mapping[str, Any] = REFERENCE_CONFIG
+) -> tuple[Path, Path]:
+    """Write a checkpoint and its engine under .cache/perf, once."""
     from deepseek_triton.server.engine_cache import ensure_engine
 
     CACHE.mkdir(parents=True, exist_ok=True)
-    checkpoint = write_reference_checkpoint(CACHE / "reference")
-    engine_dir = CACHE / "reference-engine"
+    checkpoint = write_reference_checkpoint(CACHE / name, config=config)
+    engine_dir = CACHE / f"{name}-engine"
     ensure_engine(checkpoint, engine_dir)
     return checkpoint, engine_dir
 

@@ -1,7 +1,7 @@
-"""The model that speed is measured on: 391 million parameters, random, DeepSeek-V2-Lite's form.
+"""The models that speed is measured on: random weights, 391 and 388 million parameters.
 
-Attention has V2-Lite's head sizes and latent width; 2 of 16 experts a token is near V2-Lite's share
-of 6 in 64. In millions of parameters:
+REFERENCE_CONFIG has DeepSeek-V2-Lite's form, with its head sizes and latent width; 2 of 16 experts
+a token is near its share of 6 in 64. In millions of parameters:
 
     embedding and head    2 · 32,512 · 1,024                               66.6
     attention             12 · 7.9                                         95.2
@@ -10,12 +10,21 @@ of 6 in 64. In millions of parameters:
     router, norms                                                           0.2
     together                                                              391.2
 
-Run it to write the checkpoint: python perf/reference_model.py OUT
+GROUPED_QUERY_CONFIG has Llama's form, as DeepSeek's R1 distillations do. Two heads share a key.
+
+    embedding and head    2 · 32,512 · 1,024                               66.6
+    attention             24 · 3.1                                         75.5
+    MLP                   24 · 3 · 1,024 · 3,328                          245.4
+    norms                                                                   0.1
+    together                                                              387.6
+
+Run it to write the first one's checkpoint: python perf/reference_model.py OUT
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +63,29 @@ REFERENCE_CONFIG: dict[str, Any] = {
 }
 
 
-def write_reference_checkpoint(out: Path, seed: int = 0) -> Path:
+GROUPED_QUERY_CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 32512,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 3328,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+def write_reference_checkpoint(
+    out: Path, seed: int = 0, config: Mapping[str, Any] = REFERENCE_CONFIG
+) -> Path:
     """Write the checkpoint in float32 (1.6 GB) to the folder `out`, or keep it if it is there."""
-    return write_random_checkpoint(out, REFERENCE_CONFIG, seed)
+    return write_random_checkpoint(out, dict(config), seed)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Raised whenever an older engine directory can no longer be loaded."""
 
 MANIFEST_NAME = "manifest.json"
@@ -23,7 +23,7 @@ class FileEntry:
 
     name: str  # relative to the engine directory, without folders
     size: int  # bytes
-    sha256: str  # hexadecimal
+    sha256: str  # hexadecimal; beyond engine_dir.PIECE_BYTES that of the pieces' digests, in order
 
 
 @dataclass(frozen=True)

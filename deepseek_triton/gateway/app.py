@@ -129,6 +129,9 @@ class Gateway:
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of token ids, special tokens included."""
         self._check_model(request, body.model or self._model.name)
+        for index, token_id in enumerate(body.tokens):
+            if not self._model.tokenizer.has_id(token_id):
+                raise bad_request(f"tokens[{index}]", f"tokens: {token_id} is no token's id")
         return {"prompt": self._model.tokenizer.decode_all(body.tokens)}
 
     async def health(self) -> dict[str, str]:
@@ -183,27 +186,10 @@ class Gateway:
         )
 
     async def _respond(self, request: Request, answer: _Answer, stream: bool) -> Response:
-        """Return the whole answer, or a stream once its first event is there.
-
-        So an error that comes before anything else has its own status.
-        """
         record_of(request.scope).stream = stream
-        if not stream:
-            return JSONResponse(await unless_client_leaves(request, answer.whole()))
-        events = answer.events()
-        try:
-            first = await unless_client_leaves(request, anext(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(_resumed(first, events))
-
-
-async def _resumed(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item
+        if stream:
+            return EventStream(answer.events())
+        return JSONResponse(await unless_client_leaves(request, answer.whole()))
 
 
 def create_app(

@@ -155,6 +155,8 @@ def _choices(
     first: int,
 ) -> list[Call]:
     """Return one call for each of n choices; with a seed, each has its own."""
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options", "stream_options: needs stream to be true")
     outputs: tuple[str, ...] = ("text_output", "finish_reason", *_COUNTS)
     if top_log_probs is not None:
         inputs = {**inputs, "return_log_probs": True}

@@ -48,6 +48,7 @@ async def unless_client_leaves(request: Request, work: Awaitable[_T]) -> _T:
 class EventStream(Response):
     """A response of events; closing `events` is what ends their making.
 
+    It starts with the first event, so that an error that comes before has its own status.
     Starlette's own StreamingResponse notices a client that left only when it sends.
     """
 
@@ -57,10 +58,10 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they end or the client leaves."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        """Send the events until they end or the client leaves; raises what comes before the first."""
         sender = asyncio.ensure_future(self._send_all(send))
         watcher = asyncio.ensure_future(_disconnected(receive))
         try:
@@ -69,12 +70,18 @@ class EventStream(Response):
                 sender.result()
             else:
                 record_of(scope).disconnected = True
+                if not self._started:
+                    raise ClientGone
         finally:
             await _end(sender, watcher)
             await self._events.aclose()
 
     async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async for chunk in self._events:
+            if not self._started:
+                self._started = True
+                await send(start)
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -12,7 +12,7 @@ from deepseek_triton.gateway.errors import ApiError, bad_request
 
 def validation_error(error: RequestValidationError) -> ApiError:
     """Return the first complaint, with the path of what it is about."""
-    first: dict[str, Any] = max(error.errors(), key=_depth, default={})
+    first: dict[str, Any] = max(error.errors(), key=_nearness, default={})
     kind, message = first.get("type", ""), str(first.get("msg", "not valid"))
     location = list(first.get("loc", ()))[1:]
     if kind == "json_invalid":
@@ -33,9 +33,13 @@ def validation_error(error: RequestValidationError) -> ApiError:
     return bad_request(param or None, f"{param or 'body'}: {message}", "invalid_value")
 
 
-def _depth(error: Any) -> int:
-    """Of a union's complaints, the one that went furthest is about the form that was meant."""
-    return len(error.get("loc", ()))
+def _nearness(error: Any) -> tuple[int, bool]:
+    """Of a union's complaints, the one that went furthest is about the form that was meant.
+
+    Of two that went as far it is the one that found no wrong type: a list that is too long is not
+    told to be a string.
+    """
+    return len(error.get("loc", ())), not str(error.get("type", "")).endswith("_type")
 
 
 def _path(location: Sequence[Any], body: Any, *, missing: bool) -> str:

@@ -126,6 +126,10 @@ class Tokenizer:
         """
         return self._token_bytes[token_id] if 0 <= token_id < len(self._token_bytes) else b""
 
+    def has_id(self, token_id: int) -> bool:
+        """Return whether an entry of the vocabulary, or an added token, has this id."""
+        return self._library.id_to_token(token_id) is not None
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a vocabulary entry or added token by its exact text."""
         found: int | None = self._library.token_to_id(token)

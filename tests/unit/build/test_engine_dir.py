@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 from collections.abc import Callable
@@ -142,9 +143,17 @@ def test_another_target_is_named(engine: Path) -> None:
         load_engine_dir(engine, target="tensorrt")
 
 
-def test_a_folder_without_manifest_is_not_an_engine(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(EngineMismatchError, match=r"no manifest.json.*make engine"):
+def test_what_is_there_instead_of_an_engine_directory_is_said(tmp_path: Path) -> None:
+    nowhere, checkpoint, other = (tmp_path / name for name in ("nowhere", "checkpoint", "other"))
+    for folder in (checkpoint, other):
+        folder.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    for path, said in (
+        (nowhere, f"no such folder; .* ENGINE={nowhere}$"),
+        (checkpoint, f"is a checkpoint.* CHECKPOINT={checkpoint} ENGINE=<new folder>$"),
+        (other, "no manifest.json there; .*make engine.* ENGINE=<new folder>$"),
+    ):
+        with pytest.raises(EngineMismatchError, match=said):
             load_engine_dir(path)
 
 
@@ -161,6 +170,20 @@ def test_every_byte_counts_in_the_checksum(tmp_path: Path, monkeypatch: pytest.M
     (entry,) = engine_dir.describe_files(tmp_path)
     assert entry.size == 10
     assert entry.sha256 == "84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882"
+
+
+def test_pieces_are_hashed_apart_and_their_order_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_dir, "PIECE_BYTES", 4)
+    (tmp_path / "empty").touch()
+    (tmp_path / "f").write_bytes(b"0123456789")
+    empty, whole = engine_dir.describe_files(tmp_path)
+    parts = [hashlib.sha256(part).digest() for part in (b"0123", b"4567", b"89")]
+    assert whole.sha256 == hashlib.sha256(b"".join(parts)).hexdigest()
+    assert empty.sha256 == hashlib.sha256(b"").hexdigest()
+    (tmp_path / "f").write_bytes(b"4567012389")
+    assert engine_dir.describe_files(tmp_path)[1].sha256 != whole.sha256
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "weights.bin"])

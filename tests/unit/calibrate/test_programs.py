@@ -52,3 +52,20 @@ def test_errors_are_one_line_with_a_status(tmp_path: Path) -> None:
     assert run("evaluate.py", "--engine", "").returncode == 2
     done = run("evaluate.py", "--engine", tmp_path / "none", "--text", tmp_path / "none.xz")
     assert (done.returncode, done.stderr[:7]) == (1, "error: ")
+
+
+def test_a_text_that_would_not_be_used_is_refused(tmp_path: Path) -> None:
+    source = write_random_checkpoint(tmp_path / "source", preset_config("llama"))
+    base = ("quantize.py", "--checkpoint", source, "--out", tmp_path / "out", "--group", 32)
+    done = run(*base, "--method", "rtn", "--calibration", "/nowhere")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: CALIBRATION: ") and "METHOD=awq" in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert run(*base, "--method", "rtn").returncode == 0
+
+
+def test_an_evaluation_says_what_is_no_engine(tmp_path: Path) -> None:
+    """Not what its tokenizer lacks, which is what the text is read with first."""
+    done = run("evaluate.py", "--engine", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert f"{tmp_path} is no engine directory" in done.stderr

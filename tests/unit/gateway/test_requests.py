@@ -38,6 +38,8 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str | None, str | None]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value"),
     ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", None),
+    ({"stream": False, "stream_options": {}}, "stream_options", None),
     ({"stream_options": {"other": 1}}, "stream_options.other", "unknown_parameter"),
     ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
     ({"response_format": SCHEMA}, "response_format.json_schema.other", "unknown_parameter"),
@@ -76,6 +78,23 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
     assert error["message"]
     assert server.calls == []
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [(["x"] * 65, "at most 64"), ([5], "string"), (5, "string")],
+)
+def test_a_list_that_is_too_long_is_told_so(stop: object, said: str) -> None:
+    message = chat(FakeServer(), stop=stop).json()["error"]["message"]
+    assert message.startswith("stop") and said in message
+
+
+@pytest.mark.parametrize("unknown", [10**6, 2**31 - 1])
+def test_token_ids_that_are_nobodys_are_refused(unknown: int) -> None:
+    response = post("/detokenize", {"tokens": [0, unknown]})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tokens[1]")
+    assert error["message"] == f"tokens: {unknown} is no token's id"
 
 
 def encoded(body: dict[str, Any]) -> bytes:
@@ -175,5 +194,6 @@ def test_tokenize_and_detokenize() -> None:
     assert text == "<｜begin▁of▁sentence｜>Hello"
     rendered = post("/tokenize", {"messages": [USER]}).json()["tokens"]
     assert rendered.count(found["tokens"][0]) == 1, "exactly one BOS"
+    assert post("/detokenize", {"tokens": []}).json()["prompt"] == ""
     assert post("/tokenize", {}).status_code == 400
     assert post("/tokenize", {"prompt": "a", "messages": [USER]}).status_code == 400

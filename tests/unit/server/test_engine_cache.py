@@ -41,3 +41,10 @@ def test_each_checkpoint_folder_has_its_own_place(
     assert one != other
     assert one.parent == tmp_path / "deepseek-triton" / "engines"
     assert one == cached_engine_path(tmp_path / "a" / ".." / "a" / "model")
+
+
+def test_the_documentation_names_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    place = cached_engine_path(Path("/models/v3")).parent.relative_to(Path.home())
+    page = Path(__file__).parents[3] / "docs" / "serving.md"
+    assert f"`~/{place}/`" in page.read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ def test_a_failure_is_one_message_and_status_1(
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     arguments = ["--engine", f"{tmp_path / 'e'}", "--model-repository", f"{tmp_path}"]
     assert main(arguments) == 1
-    assert "no manifest.json there" in caplog.text
+    assert "no such folder" in caplog.text
     assert "Traceback" not in caplog.text
 
 
