@@ -229,6 +229,14 @@ class EngineConfig(_Checked):
         minimum=0,
         maximum=1 << 24,
     )
+    engine_process: str = _setting(
+        "engine_process",
+        "auto",
+        "Where the model runs: own, in a process of its own, so that making responses takes no "
+        "time from its steps; inline, in the process that makes them; auto, own on a GPU and "
+        "inline on the CPU.",
+        choices=("auto", "own", "inline"),
+    )
     log_level: str = _setting(
         "log_level",
         "INFO",

@@ -22,7 +22,11 @@ from __future__ import annotations
 
 
 class DeepseekTritonError(Exception):
-    """Root of the tree; never raised itself."""
+    """Root of the tree; never raised itself. Its errors can be pickled with all they hold."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # By default an error is made anew from its message alone, which not every class here takes.
+        return _remake, (type(self), self.args, vars(self))
 
 
 class InvalidRequestError(DeepseekTritonError):
@@ -89,6 +93,14 @@ class TokenizerError(DeepseekTritonError):
 
 class ServerError(DeepseekTritonError):
     """tritonserver is missing, failed to start, or its port is in use."""
+
+
+def _remake(
+    cls: type[DeepseekTritonError], args: tuple[object, ...], fields: dict[str, object]
+) -> DeepseekTritonError:
+    error = cls.__new__(cls, *args)
+    vars(error).update(fields)
+    return error
 
 
 # Name of the matching constant on pb_utils.TritonError. The most specific class wins.

@@ -83,6 +83,18 @@ class _Plan:
     preempted: list[RequestKey] = field(default_factory=list)
 
 
+def check_fits(spec: KVCacheSpec, num_blocks: int, num_prompt_tokens: int, max_tokens: int) -> None:
+    """Raise InvalidRequestError if such a request could never run in `num_blocks` KV blocks."""
+    # The last token is never written to the cache.
+    if spec.blocks_for(num_prompt_tokens + max_tokens - 1) > num_blocks:
+        raise InvalidRequestError(
+            "max_tokens",
+            f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} exceed the KV "
+            f"cache, which holds {num_blocks * spec.block_size + 1} tokens of one request; shorten "
+            "them or enlarge the cache (kv_cache_num_blocks)",
+        )
+
+
 class Scheduler:
     """First come, first served. Not thread-safe: one thread calls it."""
 
@@ -116,18 +128,6 @@ class Scheduler:
         """KV blocks that requests hold."""
         return self._pool.num_used
 
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise InvalidRequestError if such a request could never run; thread-safe."""
-        needed = self._spec.blocks_for(num_prompt_tokens + max_tokens - 1)
-        if needed > self._pool.num_blocks:
-            limit = self._pool.num_blocks * self._spec.block_size + 1
-            raise InvalidRequestError(
-                "max_tokens",
-                f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} exceed the KV "
-                f"cache, which holds {limit} tokens of one request; shorten them or enlarge the "
-                "cache (kv_cache_num_blocks)",
-            )
-
     def add(self, request_key: RequestKey, num_prompt_tokens: int, max_tokens: int) -> None:
         """Put a request at the end of the queue.
 
@@ -136,7 +136,7 @@ class Scheduler:
         """
         if request_key in self._progress:
             raise InvalidRequestError("request_key", f"{request_key} is in use by another request")
-        self.check_fits(num_prompt_tokens, max_tokens)
+        check_fits(self._spec, self._pool.num_blocks, num_prompt_tokens, max_tokens)
         limit = self._config.max_batch_size + self._config.max_waiting
         if len(self._progress) >= limit:
             raise OverloadedError(f"{limit} requests run or wait already; try again later")

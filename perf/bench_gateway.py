@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_engine import CACHE, reference_engine
-from bench_serving import prompt, small_engine, summarize
+from bench_serving import Stream, prompt, small_engine, summarize
 from record import save_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
@@ -123,9 +123,8 @@ def throughput(make: Callable[[str], Ask], url: str, streams: int) -> dict[str, 
             # A request that failed raises here: without it the figures would mean nothing.
             arrivals = list(pool.map(run, range(streams), [tokens] * streams))
     # A response may carry several tokens; every request made exactly OUTPUT_TOKENS.
-    summary = summarize(started, arrivals)
-    end = max(times[-1] for times in arrivals)
-    return {**summary, "tokens_per_s": streams * OUTPUT_TOKENS / (end - started)}
+    measured = [Stream(times[0], times[-1], OUTPUT_TOKENS) for times in arrivals]
+    return summarize(started, measured)
 
 
 def worker(side: str, url: str, streams: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What tritonserver adds to the cuda engine: tokens per second at 1, 8 and 64 streams.
 
 The same requests go, in turns, to the engine in a process of its own and to a real tritonserver
-over gRPC: random prompts of about 128 tokens, 128 greedy tokens each, all sent at once.
+over gRPC: random prompts of about 128 tokens, 256 greedy tokens each, all sent at once.
 Clients are several processes, so that they are not what is measured.
 
     python perf/bench_gpu_serving.py                   # makes a DeepSeek-V2-Lite of random weights
@@ -13,15 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_serving import prompt, summarize
+from bench_serving import Stream, prompt, summarize
 from record import save_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
@@ -31,6 +34,14 @@ STREAMS = (1, 8, 64)
 OUTPUT_TOKENS = 256
 WARM_UP_TOKENS = 16
 STREAMS_PER_CLIENT = 8
+SETTLE_S = 0.4  # until the engine's metrics are up to date
+COUNTERS = (
+    ("queue_us", 'nv_inference_queue_duration_us{model="postprocessing"'),
+    ("responses", 'nv_inference_request_success{model="postprocessing"'),
+    ("steps", "deepseek_triton_steps_total"),
+    ("step_s", "deepseek_triton_step_seconds_total"),
+    ("runner_s", "deepseek_triton_runner_seconds_total"),
+)
 SETTINGS = {
     "DEEPSEEK_TRITON_MAX_BATCH_SIZE": "64",
     "DEEPSEEK_TRITON_MAX_TOKENS_PER_STEP": "8192",
@@ -39,7 +50,7 @@ SETTINGS = {
 }
 
 
-def engine_worker(engine_dir: Path) -> None:
+def engine_worker(engine_dir: Path, stream_counts: Sequence[int]) -> None:
     """Measure EngineLoop in this process at each number of streams; print JSON."""
     from deepseek_triton.backend.opening import open_engine
     from deepseek_triton.config import EngineConfig
@@ -52,7 +63,7 @@ def engine_worker(engine_dir: Path) -> None:
     engine, _ = open_engine(config)
     measured: dict[str, Any] = {"load_s": time.perf_counter() - started}
     tokenizer = Tokenizer.load(engine_dir)
-    for streams in STREAMS:
+    for streams in stream_counts:
         prompts = [tuple(tokenizer.encode(prompt(i))) for i in range(streams)]
         _run_engine(engine, prompts, WARM_UP_TOKENS)
         measured[str(streams)] = _run_engine(engine, prompts, OUTPUT_TOKENS)
@@ -63,20 +74,29 @@ def engine_worker(engine_dir: Path) -> None:
 def _run_engine(engine: Any, prompts: list[tuple[int, ...]], tokens: int) -> dict[str, float]:
     from deepseek_triton.request import Request, RequestKey, TokenOutput
 
-    arrivals: list[list[float]] = [[] for _ in prompts]
+    measured = [Stream() for _ in prompts]
     ended = threading.Semaphore(0)
+    before = engine.stats()
     started = time.perf_counter()
     for index, ids in enumerate(prompts):
 
-        def take(output: TokenOutput, times: list[float] = arrivals[index]) -> None:
-            times += [time.perf_counter()] * len(output.token_ids)
+        def take(output: TokenOutput, stream: Stream = measured[index]) -> None:
+            stream.take(len(output.token_ids))
             if output.finish_reason is not None:
                 ended.release()
 
         engine.submit(Request(RequestKey(f"{tokens}-{index}"), ids, tokens), take)
     for _ in prompts:
         ended.acquire()
-    return summarize(started, arrivals)
+    after = engine.stats()
+    names = ("steps_total", "step_seconds_total", "runner_seconds_total")
+    counted = (getattr(after, name) - getattr(before, name) for name in names)
+    return {**summarize(started, measured), **per_step(*counted)}
+
+
+def per_step(steps: float, step_s: float, runner_s: float) -> dict[str, float]:
+    """Return the number of steps and how long they took on average, in all and in the runner."""
+    return {"steps": steps, "step_s": step_s / steps, "runner_s": runner_s / steps}
 
 
 def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
@@ -86,7 +106,7 @@ def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
     """
     from grpc_stream import stream_grpc
 
-    results: list[dict[str, float]] = [{} for _ in range(streams)]
+    results: list[dict[str, Any]] = [{} for _ in range(streams)]
     input("ready\n")  # the parent starts all clients at once
 
     def consume(index: int) -> None:
@@ -105,9 +125,9 @@ def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
             count = count if reported is None else int(reported.flat[0])
         results[index] = {
             "tokens": count,
-            "responses": len(times),
             "first": times[0],
             "last": times[-1],
+            "gaps": [b - a for a, b in zip(times, times[1:], strict=False)],
         }
 
     threads = [threading.Thread(target=consume, args=(i,)) for i in range(streams)]
@@ -118,7 +138,16 @@ def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
     print(json.dumps(results))
 
 
-def measure_server(url: str, streams: int, tokens: int) -> dict[str, Any]:
+def counters(metrics_url: str) -> dict[str, float]:
+    """Return what the server has counted, under the names of COUNTERS."""
+    time.sleep(SETTLE_S)
+    with urllib.request.urlopen(metrics_url, timeout=10) as response:
+        text = response.read().decode()
+    found = {name: re.search(rf"^{re.escape(key)}.* (\S+)$", text, re.M) for name, key in COUNTERS}
+    return {name: 0.0 if match is None else float(match[1]) for name, match in found.items()}
+
+
+def measure_server(url: str, metrics_url: str, streams: int, tokens: int) -> dict[str, Any]:
     """Run `streams` requests from several client processes."""
     clients = []
     for first in range(0, streams, STREAMS_PER_CLIENT):
@@ -130,6 +159,7 @@ def measure_server(url: str, streams: int, tokens: int) -> dict[str, Any]:
     for client in clients:
         assert client.stdin is not None and client.stdout is not None
         client.stdout.readline()
+    before = counters(metrics_url)
     started = time.time()
     for client in clients:
         client.stdin.write("go\n")  # type: ignore[union-attr]
@@ -138,15 +168,22 @@ def measure_server(url: str, streams: int, tokens: int) -> dict[str, Any]:
     results = [r for output in outputs for r in json.loads(output.splitlines()[-1])]
     total = sum(r["tokens"] for r in results)
     seconds = max(r["last"] for r in results) - started
+    gaps = sorted(gap for r in results for gap in r["gaps"])
+    counted = {name: value - before[name] for name, value in counters(metrics_url).items()}
     return {
         "tokens": total,
-        "responses": sum(r["responses"] for r in results),
+        "responses": len(gaps) + len(results),
         "tokens_per_s": total / seconds,
         "first_token_s": sorted(r["first"] - started for r in results)[len(results) // 2],
+        "last_first_token_s": max(r["first"] for r in results) - started,
+        "gap_median_s": gaps[len(gaps) // 2],
+        "gap_99th_s": gaps[len(gaps) * 99 // 100],
+        "queue_of_postprocessing_s": counted["queue_us"] / 1e6 / max(1.0, counted["responses"]),
+        **per_step(counted["steps"], counted["step_s"], counted["runner_s"]),
     }
 
 
-def serve(engine_dir: Path) -> dict[str, Any]:
+def serve(engine_dir: Path, stream_counts: Sequence[int]) -> dict[str, Any]:
     """Measure a tritonserver that serves `engine_dir`."""
     from deepseek_triton.server import ServerOptions, running_server
 
@@ -157,9 +194,11 @@ def serve(engine_dir: Path) -> dict[str, Any]:
     started = time.perf_counter()
     with running_server(options, log_path=log) as server:
         measured: dict[str, Any] = {"start_s": time.perf_counter() - started}
-        for streams in STREAMS:
-            measure_server(server.grpc_url, streams, WARM_UP_TOKENS)
-            measured[str(streams)] = measure_server(server.grpc_url, streams, OUTPUT_TOKENS)
+        for streams in stream_counts:
+            for tokens in (WARM_UP_TOKENS, OUTPUT_TOKENS):
+                measured[str(streams)] = measure_server(
+                    server.grpc_url, server.metrics_url, streams, tokens
+                )
             print(f"  server, {streams} streams: {measured[str(streams)]}", flush=True)
     return measured
 
@@ -170,12 +209,13 @@ def main() -> None:
     parser.add_argument("--engine", type=Path, help="engine directory; default: a random one")
     parser.add_argument("--work", type=Path, default=Path("/dev/shm/bench_gpu_serving"))
     parser.add_argument("--layers", type=int, default=27, help="of the random model")
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--server-only", action="store_true", help="do not measure the engine")
     parser.add_argument("--engine-worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine_worker:
-        engine_worker(arguments.engine_worker)
+        engine_worker(arguments.engine_worker, arguments.streams)
         return
     if arguments.client:
         url, first, streams, tokens = arguments.client
@@ -193,11 +233,12 @@ def main() -> None:
         print(f"  made {engine_dir}: {measured['made']}", flush=True)
     if not arguments.server_only:
         command = [sys.executable, __file__, "--engine-worker", str(engine_dir)]
+        command += ["--streams", *map(str, arguments.streams)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         measured["engine"] = json.loads(done.stdout.splitlines()[-1])
         print(f"  engine: {measured['engine']}", flush=True)
-    measured["server"] = serve(engine_dir)
-    for streams in map(str, STREAMS) if "engine" in measured else ():
+    measured["server"] = serve(engine_dir, arguments.streams)
+    for streams in map(str, arguments.streams) if "engine" in measured else ():
         ours, engine = (measured[s][streams]["tokens_per_s"] for s in ("server", "engine"))
         print(f"  {streams} streams: {ours:.0f} of {engine:.0f} tokens/s ({ours / engine:.1%})")
     print(save_result("gpu_serving", measured))

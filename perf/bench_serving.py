@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,31 @@ def prompt(index: int) -> str:
     return "".join(words)[:PROMPT_CHARACTERS]
 
 
-def summarize(started: float, arrivals: Sequence[Sequence[float]]) -> dict[str, float]:
-    """From the arrival times of every request's tokens to tokens/s and seconds between tokens."""
-    gaps = [b - a for times in arrivals for a, b in zip(times, times[1:], strict=False)]
-    tokens = sum(map(len, arrivals))
-    end = max(times[-1] for times in arrivals)
+@dataclass
+class Stream:
+    """When a request's first and newest tokens came (time.perf_counter()), and how many did."""
+
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+    def take(self, tokens: int) -> None:
+        """Count `tokens` that came now."""
+        if tokens:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+            self.tokens += tokens
+
+
+def summarize(started: float, streams: Sequence[Stream]) -> dict[str, float]:
+    """From the tokens of every request to tokens/s and seconds between tokens."""
+    tokens = sum(stream.tokens for stream in streams)
+    between = sum(stream.last - stream.first for stream in streams) / (tokens - len(streams))
     return {
         "tokens": tokens,
-        "tokens_per_s": tokens / (end - started),
-        "between_tokens_s": statistics.fmean(gaps),
-        "first_token_s": statistics.median(times[0] - started for times in arrivals),
+        "tokens_per_s": tokens / (max(stream.last for stream in streams) - started),
+        "between_tokens_s": between,
+        "first_token_s": statistics.median(stream.first - started for stream in streams),
     }
 
 
@@ -59,16 +75,15 @@ def measure_engine(engine_dir: Path, streams: int) -> dict[str, float]:
     tokenizer = Tokenizer.load(engine_dir)
     prompts = [tuple(tokenizer.encode(prompt(i))) for i in range(streams)]
     runner = OnnxRuntimeRunner.load(engine_dir, num_blocks=512)
-    arrivals: list[list[float]] = [[] for _ in prompts]
     ended = threading.Semaphore(0)
     with EngineLoop(runner) as engine:
         for warm_up in (True, False):
+            measured = [Stream() for _ in prompts]
             started = time.perf_counter()
             for index, ids in enumerate(prompts):
-                arrivals[index] = []
 
-                def take(output: TokenOutput, times: list[float] = arrivals[index]) -> None:
-                    times += [time.perf_counter()] * len(output.token_ids)
+                def take(output: TokenOutput, stream: Stream = measured[index]) -> None:
+                    stream.take(len(output.token_ids))
                     if output.finish_reason is not None:
                         ended.release()
 
@@ -76,19 +91,27 @@ def measure_engine(engine_dir: Path, streams: int) -> dict[str, float]:
                 engine.submit(Request(RequestKey(f"{index}"), ids, tokens), take)
             for _ in prompts:
                 ended.acquire()
-    return {**summarize(started, arrivals), "prompt_tokens": len(prompts[0])}
+    return {**summarize(started, measured), "prompt_tokens": len(prompts[0])}
 
 
 def measure_server(grpc_url: str, streams: int) -> dict[str, float]:
     """Send the requests over gRPC, each on a stream of its own."""
     from grpc_stream import stream_grpc
 
-    arrivals: list[list[float]] = [[] for _ in range(streams)]
+    measured = [Stream() for _ in range(streams)]
 
     def consume(index: int) -> None:
-        for chunk in stream_grpc(prompt(index), url=grpc_url, max_tokens=OUTPUT_TOKENS, end_id=-1):
-            del chunk
-            arrivals[index].append(time.perf_counter())
+        chunks = stream_grpc(
+            prompt(index),
+            url=grpc_url,
+            max_tokens=OUTPUT_TOKENS,
+            end_id=-1,
+            outputs=("text_output", "num_output_tokens"),
+            return_num_output_tokens=True,
+        )
+        for chunk in chunks:  # one may hold several tokens
+            reported = int(chunk.outputs["num_output_tokens"].flat[0])
+            measured[index].take(reported - measured[index].tokens)
 
     threads = [threading.Thread(target=consume, args=(index,)) for index in range(streams)]
     started = time.perf_counter()
@@ -96,7 +119,7 @@ def measure_server(grpc_url: str, streams: int) -> dict[str, float]:
         thread.start()
     for thread in threads:
         thread.join()
-    return summarize(started, arrivals)
+    return summarize(started, measured)
 
 
 def worker(side: str, where: str, streams: int) -> dict[str, float]:

@@ -9,11 +9,13 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
+from deepseek_triton.backend.engine_process import start_engine
 from deepseek_triton.backend.engine_request import ReplyOptions, read_request
 from deepseek_triton.backend.extras import read_extras
+from deepseek_triton.backend.flow import Flow
 from deepseek_triton.backend.inputs import Inputs
 from deepseek_triton.backend.metrics_reporter import MetricsReporter
-from deepseek_triton.backend.opening import EngineLimits, open_engine
+from deepseek_triton.backend.opening import EngineLimits
 from deepseek_triton.backend.outbox import Outbox, Reply
 from deepseek_triton.backend.pb import (
     InferRequest,
@@ -27,14 +29,14 @@ from deepseek_triton.backend.pb import (
 from deepseek_triton.backend.replies import DirectReply, EnsembleReply
 from deepseek_triton.config import EngineConfig
 from deepseek_triton.engine.engine import Engine
-from deepseek_triton.errors import DeepseekTritonError, EngineDeadError, InvalidRequestError
+from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError
 from deepseek_triton.log import configure_logging, request_logger
 from deepseek_triton.request import FinishReason, Request, RequestKey, TokenOutput
 from deepseek_triton.wire import ENGINE
 
 _logger = logging.getLogger(__name__)
 
-OpenEngine = Callable[[EngineConfig], tuple[Engine, EngineLimits]]
+StartEngine = Callable[[EngineConfig, Callable[[], object]], tuple[Engine, EngineLimits]]
 
 _LEAVE_S = 1.0  # after the engine died: for the errors that tell the clients so
 
@@ -48,21 +50,21 @@ class EngineStage:
     def __init__(
         self,
         pb: Pb | None = None,
-        open_engine: OpenEngine = open_engine,
+        start_engine: StartEngine = start_engine,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
         self._pb = pb or Pb()
-        self._open_engine = open_engine
+        self._start_engine = start_engine
         self._exit_process = exit_process
-        self._leaving = False
         self._client_ids: dict[RequestKey, str] = {}  # of direct calls that sent an id
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; an error fails the load of the model with its message."""
         self._config = EngineConfig.from_parameters(model_parameters(args))
         configure_logging(self._config.log_level)
-        self._engine, self._limits = self._open_engine(self._config)
-        self._outbox = Outbox(self._engine.abort)
+        self._engine, self._limits = self._start_engine(self._config, self._leave)
+        self._flow = Flow()
+        self._outbox = Outbox(self._engine.abort, self._flow)
         self._metrics = MetricsReporter(self._pb, self._engine.stats)
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
@@ -107,7 +109,7 @@ class EngineStage:
         parsed, options = read_request(inputs, self._limits, key, deadline_ns, extras)
         reply: Reply
         if sent_key:
-            reply = EnsembleReply(self._pb, sender, parsed, options)
+            reply = EnsembleReply(self._pb, sender, parsed, options, self._flow)
         else:
             reply = self._direct_reply(request, sender, parsed, options)
         self._submit(parsed, reply, inputs)
@@ -145,8 +147,6 @@ class EngineStage:
             emit(output)
             if output.finish_reason is not None:
                 self._metrics.touch()
-            if isinstance(output.error, EngineDeadError):
-                self._leave()
 
         try:
             self._engine.submit(request, emit_and_count)
@@ -173,11 +173,9 @@ class EngineStage:
     def _leave(self) -> None:
         """End the process soon: nothing but a restart helps, and whoever watches it can see that.
 
-        Called by the engine's sender thread alone.
+        Called once, by a thread of the engine, when that has died.
         """
-        if not self._leaving:
-            self._leaving = True
-            threading.Thread(target=self._answer_and_exit, name="leave", daemon=True).start()
+        threading.Thread(target=self._answer_and_exit, name="leave", daemon=True).start()
 
     def _answer_and_exit(self) -> None:
         time.sleep(_LEAVE_S)

@@ -12,14 +12,14 @@ from pathlib import Path
 from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir
 from deepseek_triton.build.manifest import Manifest
 from deepseek_triton.config import EngineConfig
-from deepseek_triton.engine.engine import Engine
+from deepseek_triton.engine.delivery import Deliveries
 from deepseek_triton.engine.loop import EngineLoop
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.sizing import available_memory, num_blocks_for
 from deepseek_triton.runner.base import ModelRunner
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
 from deepseek_triton.runner.tensorrt import TensorRTRunner
-from deepseek_triton.text.guide import GuideCompiler
+from deepseek_triton.text.guide import GuideCompiler, Guides
 from deepseek_triton.text.tokenizer import TOKENIZER_FILE
 
 _logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class EngineLimits:
     max_context_len: int  # tokens, prompt and output together
     end_ids: tuple[int, ...]  # any of them ends a request that names no end id
     kv_cache_tokens: int | None = None  # most tokens of one request in the KV cache; None: enough
-    guides: GuideCompiler | None = None
+    guides: Guides | None = None
 
 
 def context_limit(config: EngineConfig, manifest: Manifest) -> int:
@@ -46,27 +46,30 @@ def context_limit(config: EngineConfig, manifest: Manifest) -> int:
     return config.max_context_len or built
 
 
-def open_engine(config: EngineConfig) -> tuple[Engine, EngineLimits]:
-    """Load the engine directory and start its loop.
+def open_engine(
+    config: EngineConfig,
+    *,
+    deliver: Callable[[Deliveries], None] | None = None,
+    on_death: Callable[[], object] | None = None,
+) -> tuple[EngineLoop, EngineLimits]:
+    """Load the engine directory and start its loop, in this process; see EngineLoop.
 
     Raises EngineMismatchError for a directory that cannot be served, ConfigError for settings that
     do not fit it.
     """
     engine_dir = load_engine_dir(Path(config.engine_dir))
     manifest = engine_dir.manifest
+    guides = GuideCompiler(
+        engine_dir.path / TOKENIZER_FILE, manifest.model.vocab_size, manifest.model.eos_token_ids
+    )
     limits = EngineLimits(
         vocab_size=manifest.model.vocab_size,
         max_context_len=context_limit(config, manifest),
         end_ids=manifest.model.eos_token_ids,
-        guides=GuideCompiler(
-            engine_dir.path / TOKENIZER_FILE,
-            manifest.model.vocab_size,
-            manifest.model.eos_token_ids,
-        ),
+        guides=guides,
     )
     runner = _load_runner(config, engine_dir, limits)
-    if limits.guides is not None:
-        limits.guides.prepare()
+    guides.prepare()
     # The last token of a request is never written to the cache.
     kv_cache_tokens = runner.num_blocks * manifest.kv_cache.block_size + 1
     limits = dataclasses.replace(limits, kv_cache_tokens=kv_cache_tokens)
@@ -79,7 +82,14 @@ def open_engine(config: EngineConfig) -> tuple[Engine, EngineLimits]:
         manifest.kv_cache.block_size,
         limits.max_context_len,
     )
-    return EngineLoop(runner, config.scheduler, max_context_len=limits.max_context_len), limits
+    loop = EngineLoop(
+        runner,
+        config.scheduler,
+        max_context_len=limits.max_context_len,
+        deliver=deliver,
+        on_death=on_death,
+    )
+    return loop, limits
 
 
 def _load_runner(config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits) -> ModelRunner:
@@ -113,6 +123,7 @@ def _load_cuda(config: EngineConfig, engine_dir: EngineDir, limits: EngineLimits
         num_blocks=partial(_size_pool, config, engine_dir, limits),
         max_batch_size=config.scheduler.max_batch_size,
         max_context_len=limits.max_context_len,
+        max_tokens_per_step=config.scheduler.max_tokens_per_step,
     )
 
 

@@ -2,8 +2,10 @@
 
 engine ──▶ emit ──▶ pending, by request ──▶ outbox thread ──▶ Reply.send
 
-Sending takes a round trip to the server each time. A request that falls behind gets what piled up
-as one response: under load a response carries more, and none is lost or late.
+Sending takes a round trip to the server each time, and postprocessing takes its time as well. When
+many responses are on their way to it, the thread waits until some were handled: a queue there would
+only make all of them late. What piles up for a request in the meantime goes out as one response.
+First and last outputs never wait; with few requests nothing does, and nothing is merged.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from deepseek_triton.backend.flow import Flow
 from deepseek_triton.errors import InvalidRequestError
 from deepseek_triton.log import request_logger
 from deepseek_triton.request import RequestKey, TokenOutput
 
 _logger = logging.getLogger(__name__)
 
-_MAX_BACKLOG = 8  # outputs of one request that still go out one by one
+_WINDOW = 16  # responses on their way to postprocessing; half of them keep it busy
+_POLL_S = 0.001  # how soon it is seen that postprocessing got on
 _BEAT_S = 0.5
 _MAX_BEATS_PER_S = 50
 
@@ -50,30 +54,42 @@ class _Entry:
         self.reply = reply
         self.outputs: list[TokenOutput] = []
         self.last_contact = now
+        self.is_new = True  # nothing has been sent
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it has its first or its last output to send, for which a client waits."""
+        if self.outputs[-1].finish_reason is not None:
+            return True
+        return self.is_new and not self.reply.interval_s
 
     def due(self) -> float:
         """Return when to send what is pending (time.monotonic())."""
-        if self.outputs[-1].finish_reason is not None:
-            return self.last_contact
         return self.last_contact + self.reply.interval_s
 
-    def take(self) -> list[TokenOutput]:
+    def take(self, merge_all: bool) -> list[TokenOutput]:
         """Remove and return the outputs of the next response."""
-        merge_all = self.reply.interval_s > 0 or len(self.outputs) > _MAX_BACKLOG
-        count = len(self.outputs) if merge_all else 1
+        count = len(self.outputs) if merge_all or self.reply.interval_s else 1
         taken, self.outputs = self.outputs[:count], self.outputs[count:]
+        self.is_new = False
         return taken
 
 
 class Outbox:
     """Thread-safe. `abort` is called with the key of a request whose reply raised."""
 
-    def __init__(self, abort: Callable[[RequestKey], object]) -> None:
+    def __init__(self, abort: Callable[[RequestKey], object], flow: Flow) -> None:
+        """Replies to postprocessing mark in `flow` what they send."""
         self._abort = abort
+        self._flow = flow
         # The condition guards the fields below and the outputs of entries.
         self._changed = threading.Condition()
         self._entries: dict[RequestKey, _Entry] = {}
-        self._pending: dict[RequestKey, _Entry] = {}  # those with outputs
+        # Those with outputs, by who came first.
+        self._urgent: dict[RequestKey, _Entry] = {}
+        self._pending: dict[RequestKey, _Entry] = {}
+        self._num_outputs = 0  # of all of them
+        self._silent: list[RequestKey] = []  # whom to give a beat
         self._next_scan = 0.0  # when to look for silent ones (time.monotonic())
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
@@ -96,7 +112,8 @@ class Outbox:
         def emit(output: TokenOutput) -> None:
             with self._changed:
                 entry.outputs.append(output)
-                self._pending[request_key] = entry
+                self._num_outputs += 1
+                self._queue(request_key, entry)
                 self._changed.notify()
 
         return emit
@@ -113,42 +130,62 @@ class Outbox:
             self._changed.notify()
         self._thread.join(timeout_s)
 
+    def _queue(self, key: RequestKey, entry: _Entry) -> None:
+        if entry.is_urgent:
+            self._pending.pop(key, None)
+            self._urgent[key] = entry
+        elif key not in self._urgent:
+            self._pending[key] = entry
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (contacts := self._take()):
+                while (contact := self._next()) is None:
                     if self._closing:
                         return
                     self._changed.wait(self._next_wake())
-            for key, entry, outputs in contacts:
-                self._contact(key, entry, outputs)
+            self._contact(*contact)
 
-    def _take(self) -> list[tuple[RequestKey, _Entry, list[TokenOutput]]]:
+    def _next(self) -> tuple[RequestKey, _Entry, list[TokenOutput]] | None:
         """Return whom to contact now, and with what; no outputs: a beat."""
         now = time.monotonic()
-        contacts = []
-        for key, entry in list(self._pending.items()):
-            if entry.due() <= now or self._closing:
-                outputs = entry.take()
-                contacts.append((key, entry, outputs))
-                if not entry.outputs:
-                    del self._pending[key]
-                if outputs[-1].finish_reason is not None:
-                    del self._entries[key]
+        on_the_way = self._flow.on_the_way(now)
+        key = next(iter(self._urgent), None)
+        if key is None and (on_the_way < _WINDOW or self._closing):
+            due = (k for k, e in self._pending.items() if e.due() <= now or self._closing)
+            key = next(due, None)
+        if key is None:
+            return self._next_silent(now)
+        entry = self._urgent.pop(key, None) or self._pending.pop(key)
+        outputs = entry.take(on_the_way >= _WINDOW // 2 or self._num_outputs > _WINDOW)
+        self._num_outputs -= len(outputs)
+        if entry.outputs:
+            self._queue(key, entry)
+        if outputs[-1].finish_reason is not None:
+            del self._entries[key]
+        return key, entry, outputs
+
+    def _next_silent(self, now: float) -> tuple[RequestKey, _Entry, list[TokenOutput]] | None:
+        interval = max(_BEAT_S, len(self._entries) / _MAX_BEATS_PER_S)
         if now >= self._next_scan:
-            interval = max(_BEAT_S, len(self._entries) / _MAX_BEATS_PER_S)
             self._next_scan = now + interval / 4
-            for key, entry in self._entries.items():
-                if not entry.outputs and entry.last_contact <= now - interval:
-                    contacts.append((key, entry, []))
-        return contacts
+            self._silent = list(self._entries)
+        while self._silent:
+            key = self._silent.pop()
+            entry = self._entries.get(key)
+            if entry and not entry.outputs and entry.last_contact <= now - interval:
+                return key, entry, []
+        return None
 
     def _next_wake(self) -> float | None:
         """Return the seconds until something is due; None: nothing is."""
         if not self._entries:
             return None
+        now = time.monotonic()
         due = min((entry.due() for entry in self._pending.values()), default=self._next_scan)
-        return max(0.0, min(due, self._next_scan) - time.monotonic())
+        if due <= now:  # postprocessing is behind
+            due = now + _POLL_S
+        return max(0.0, min(due, self._next_scan) - now)
 
     def _contact(self, key: RequestKey, entry: _Entry, outputs: list[TokenOutput]) -> None:
         try:

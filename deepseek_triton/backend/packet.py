@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from deepseek_triton.backend.flow import Mark
 from deepseek_triton.errors import TRITON_STATUS
 from deepseek_triton.request import FinishReason, RequestStats, TopLogProbs
 
 _T = TypeVar("_T")
 
+_MAX_NUMBER = (1 << 63) - 1
 _STATUSES = {"", *TRITON_STATUS.values()}
 
 
@@ -52,6 +54,7 @@ class StepPacket:
     error: str = ""  # message, with FinishReason.ERROR
     error_status: str = ""  # name of a pb_utils.TritonError constant
     stats: RequestStats | None = None  # if asked for
+    flow: Mark | None = None
 
     def to_tensor(self) -> NDArray[np.uint8]:
         """Return the packet as UINT8 [1, n]."""
@@ -68,6 +71,8 @@ class StepPacket:
             content["error"] = (self.error, self.error_status)
         if self.stats is not None:
             content["stats"] = vars(self.stats)
+        if self.flow is not None:
+            content["flow"] = self.flow
         return np.frombuffer(json.dumps(content).encode(), np.uint8)[np.newaxis]
 
     @classmethod
@@ -78,7 +83,7 @@ class StepPacket:
         except RecursionError:
             raise ValueError("nested too deep") from None
         options, stats = content.get("options"), content.get("stats")
-        reason = content.get("finish_reason")
+        reason, flow = content.get("finish_reason"), content.get("flow")
         error, status = _typed_list(str, content.get("error", ["", ""]))
         if status not in _STATUSES:
             raise ValueError(f"{status!r} in place of a status")
@@ -92,6 +97,7 @@ class StepPacket:
             error=error,
             error_status=status,
             stats=None if stats is None else _request_stats(_typed(dict, stats)),
+            flow=None if flow is None else _mark(flow),
         )
 
 
@@ -111,6 +117,13 @@ def _text_options(content: dict[str, Any]) -> TextOptions:
 def _top(content: object) -> TopLogProbs:
     pairs = (_typed(list, pair) for pair in _typed(list, content))
     return tuple((_typed(int, token_id), _typed(float, value)) for token_id, value in pairs)
+
+
+def _mark(content: object) -> Mark:
+    pid, descriptor, number = _typed_list(int, content)
+    if min(pid, descriptor, number) < 0 or number > _MAX_NUMBER:
+        raise ValueError(f"{content} in place of a mark")
+    return pid, descriptor, number
 
 
 def _request_stats(content: dict[str, Any]) -> RequestStats:

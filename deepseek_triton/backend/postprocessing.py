@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.backend.aborter import Aborter
+from deepseek_triton.backend.flow import FlowReport
 from deepseek_triton.backend.packet import StepPacket, TextOptions
 from deepseek_triton.backend.pb import (
+    Arrays,
     InferRequest,
     Pb,
     ResponseSender,
@@ -61,6 +63,7 @@ class Postprocessing:
         self._pb = pb or Pb()
         self._clock = clock
         self._conversations: dict[str, _Conversation] = {}
+        self._flow = FlowReport()
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the tokenizer of the engine directory; an error fails the load of the model."""
@@ -107,6 +110,15 @@ class Postprocessing:
             packet = StepPacket.from_tensor(arrays["STEP_PACKET"])
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequestError("STEP_PACKET", f"not from the engine ({error})") from error
+        try:
+            self._take_packet(packet, arrays, request, sender)
+        finally:
+            if packet.flow is not None:
+                self._flow.handled(packet.flow)
+
+    def _take_packet(
+        self, packet: StepPacket, arrays: Arrays, request: InferRequest, sender: ResponseSender
+    ) -> None:
         conversation = self._conversation(packet)
         if conversation is None or conversation.closed:
             self._pb.finish(sender)

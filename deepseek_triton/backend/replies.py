@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.backend.engine_request import ReplyOptions
+from deepseek_triton.backend.flow import Flow
 from deepseek_triton.backend.outbox import merge
 from deepseek_triton.backend.packet import StepPacket, TextOptions
 from deepseek_triton.backend.pb import Pb, ResponseSender, describe
@@ -26,9 +27,10 @@ class EnsembleReply:
     """Answers postprocessing, which turns each response into text."""
 
     def __init__(
-        self, pb: Pb, sender: ResponseSender, request: Request, options: ReplyOptions
+        self, pb: Pb, sender: ResponseSender, request: Request, options: ReplyOptions, flow: Flow
     ) -> None:
         self._pb = pb
+        self._flow = flow
         self._sender = sender
         self._key = request.request_key
         self._want_stats = options.return_perf_metrics
@@ -58,12 +60,14 @@ class EnsembleReply:
             error=error,
             error_status=status,
             stats=output.stats if self._want_stats else None,
+            flow=self._flow.mark(),
         )
         self._send(output.token_ids, packet)
 
     def beat(self) -> None:
         """Send an empty packet: postprocessing is told of a cancellation, this stage never is."""
-        self._send((), StepPacket(self._key, self._next_index, self._options))
+        packet = StepPacket(self._key, self._next_index, self._options, flow=self._flow.mark())
+        self._send((), packet)
 
     def refused(self) -> None:
         """Nothing was promised yet."""

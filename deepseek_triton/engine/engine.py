@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from deepseek_triton.config import SchedulerConfig
+from deepseek_triton.engine.admission import Admission
 from deepseek_triton.engine.delivery import Deliveries, Delivery
 from deepseek_triton.engine.state import Emit, RequestState
-from deepseek_triton.errors import DeepseekTritonError, InvalidRequestError, RequestFailedError
+from deepseek_triton.errors import DeepseekTritonError, RequestFailedError
 from deepseek_triton.log import request_logger
 from deepseek_triton.metrics import EngineStats
 from deepseek_triton.request import FinishReason, Request, RequestKey, TokenOutput, TopLogProbs
@@ -60,11 +61,16 @@ class StepEngine:
 
         `max_context_len` bounds prompt and output tokens together; None leaves it to the KV cache.
         """
+        config = config or SchedulerConfig()
         self._runner = runner
-        self._scheduler = Scheduler(
-            config or SchedulerConfig(), runner.kv_cache_spec, runner.num_blocks
+        self._scheduler = Scheduler(config, runner.kv_cache_spec, runner.num_blocks)
+        self.admission = Admission(
+            vocab_size=runner.vocab_size,
+            max_context_len=max_context_len,
+            kv_cache=runner.kv_cache_spec,
+            num_blocks=runner.num_blocks,
+            max_requests=config.max_batch_size + config.max_waiting,
         )
-        self._max_context_len = max_context_len
         self._deliver = deliver or Delivery(self.abort)
         self._monotonic_ns = monotonic_ns
         self._states: dict[RequestKey, RequestState] = {}
@@ -87,23 +93,7 @@ class StepEngine:
 
     def prepare(self, request: Request, emit: Emit) -> RequestState:
         """Validate `request` and build its state; thread-safe. Raises InvalidRequestError."""
-        num_prompt, vocab_size = len(request.prompt_token_ids), self._runner.vocab_size
-        if num_prompt == 0:
-            raise InvalidRequestError("prompt", "empty; at least one token is needed")
-        if request.max_tokens < 1:
-            raise InvalidRequestError("max_tokens", f"{request.max_tokens}; at least 1 is needed")
-        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < vocab_size:
-            raise InvalidRequestError(
-                "prompt", f"a token id is outside the vocabulary, 0 to {vocab_size - 1}"
-            )
-        limit = self._max_context_len
-        if limit is not None and num_prompt + request.max_tokens > limit:
-            raise InvalidRequestError(
-                "max_tokens",
-                f"a prompt of {num_prompt} tokens and max_tokens {request.max_tokens} exceed the "
-                f"context limit of {limit} tokens; shorten the prompt or lower max_tokens",
-            )
-        self._scheduler.check_fits(num_prompt, request.max_tokens)
+        self.admission.check(request)
         return RequestState(request, emit)
 
     def submit(self, request: Request, emit: Emit) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections.abc import Callable
 from enum import Enum
 from queue import SimpleQueue
 from types import TracebackType
@@ -17,7 +18,7 @@ from deepseek_triton.config import SchedulerConfig
 from deepseek_triton.engine.delivery import Deliveries, Delivery
 from deepseek_triton.engine.engine import StepEngine
 from deepseek_triton.engine.state import Emit, RequestState
-from deepseek_triton.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from deepseek_triton.errors import EngineDeadError, InvalidRequestError
 from deepseek_triton.metrics import EngineStats
 from deepseek_triton.request import FinishReason, Request, RequestKey
 from deepseek_triton.runner.base import ModelRunner
@@ -43,15 +44,22 @@ class EngineLoop:
         config: SchedulerConfig | None = None,
         *,
         max_context_len: int | None = None,
+        deliver: Callable[[Deliveries], None] | None = None,
+        on_death: Callable[[], object] | None = None,
     ) -> None:
-        """Start the threads; `runner` is used, and closed, by this loop alone."""
-        config = config or SchedulerConfig()
-        self._max_requests = config.max_batch_size + config.max_waiting
+        """Start the threads; `runner` is used, and closed, by this loop alone.
+
+        `deliver` takes the outputs of a step on the sender thread; by default each goes to its
+        receiver. `on_death` is called when a step raised, after the last outputs were handed over.
+        """
         self._runner = runner
+        self._deliver = deliver or Delivery(self.abort)
+        self._on_death = on_death
         self._outgoing: SimpleQueue[Deliveries | None] = SimpleQueue()
         self._engine = StepEngine(
             runner, config, max_context_len=max_context_len, deliver=self._queue_outputs
         )
+        self.admission = self._engine.admission
         # The condition guards the four fields below.
         self._changed = threading.Condition()
         self._inbox: list[RequestState | tuple[RequestKey, FinishReason]] = []  # a pair: abort
@@ -77,10 +85,7 @@ class EngineLoop:
                 raise self._death or EngineDeadError("the engine is shutting down")
             if key in self._live:
                 raise InvalidRequestError("request_key", f"{key} is in use by another request")
-            if len(self._live) >= self._max_requests:
-                raise OverloadedError(
-                    f"{self._max_requests} requests run or wait already; try again later"
-                )
+            self.admission.check_room(len(self._live))
             self._live.add(key)
             self._inbox.append(state)
             self._changed.notify()
@@ -185,6 +190,7 @@ class EngineLoop:
 
     def _send(self) -> None:
         """Body of the sender thread."""
-        deliver = Delivery(self.abort)
         while (deliveries := self._outgoing.get()) is not None:
-            deliver(deliveries)
+            self._deliver(deliveries)
+        if self._death is not None and self._on_death is not None:
+            self._on_death()

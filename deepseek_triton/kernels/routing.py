@@ -254,7 +254,7 @@ def _load_chunk(ids_ptr, chunk, count, CHUNK: tl.constexpr, BLOCK_E: tl.constexp
     return pair, expert, hot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "chunks", "slots"])
 def _count(
     ids_ptr, counts_ptr, pairs_ptr, count, chunks, experts, slots,
     CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
@@ -270,7 +270,7 @@ def _count(
         tl.store(counts_ptr + e * chunks + chunk, tl.sum(hot, axis=0), mask=e < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _scan(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One expert: its counts become the number of its pairs in earlier chunks."""
     expert = tl.program_id(0)
@@ -282,7 +282,7 @@ def _scan(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr
     tl.store(totals_ptr + expert, tl.sum(counts, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "chunks", "max_blocks"])
 def _scatter(
     ids_ptr, counts_ptr, totals_ptr, pairs_ptr, block_experts_ptr,
     count, chunks, experts, max_blocks,

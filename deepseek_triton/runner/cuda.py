@@ -36,6 +36,7 @@ from deepseek_triton.runner.cuda_operators import load_model
 from deepseek_triton.runner.cuda_program import read_program
 from deepseek_triton.runner.cuda_sampling import asks_for_more, choose, greedy, likeliest, unpack
 from deepseek_triton.runner.cuda_step import Prefill, Step
+from deepseek_triton.runner.cuda_warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +55,14 @@ class CudaRunner:
         num_blocks: int | Callable[[int], int],
         max_batch_size: int,
         max_context_len: int,
+        max_tokens_per_step: int = 256,
         use_graphs: bool = True,
     ) -> None:
         """Allocate the pools and capture the graphs of a loaded `model`.
 
         `num_blocks` may be a function of the bytes that are free on the device.
-        `max_batch_size` and `max_context_len` bound what decode rows may be.
+        `max_batch_size` and `max_context_len` bound what decode rows may be; steps of up to
+        `max_tokens_per_step` tokens find their kernels compiled.
 
         Raises:
             ConfigError: the device's memory does not suffice.
@@ -83,6 +86,7 @@ class CudaRunner:
         if use_graphs and self._device.type == "cuda":
             self._prompts = PromptBuckets(self._infer, self._pools, self._device)
             capture_all([*self._decoder.steps, *self._prompts.steps], self._device)
+            warm_up(self._infer, self._pools, max_tokens_per_step, self._device)
         logger.info(
             "%d KV blocks, %.1f MiB, on %s",
             count,
@@ -98,6 +102,7 @@ class CudaRunner:
         num_blocks: int | Callable[[int], int],
         max_batch_size: int = 16,
         max_context_len: int = 0,
+        max_tokens_per_step: int = 256,
         device: str = "cuda",
         use_graphs: bool = True,
     ) -> CudaRunner:
@@ -122,6 +127,7 @@ class CudaRunner:
             num_blocks=num_blocks,
             max_batch_size=max_batch_size,
             max_context_len=max_context_len or manifest.max_context_len,
+            max_tokens_per_step=max_tokens_per_step,
             use_graphs=use_graphs,
         )
 

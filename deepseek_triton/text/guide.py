@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.errors import InvalidRequestError
+from deepseek_triton.request import Guide, GuideState
 
 _logger = logging.getLogger(__name__)
 
@@ -27,6 +29,25 @@ _MAX_CHARACTERS = 1 << 18
 _BITS = 32
 # Models that are made to begin JSON may go on with white space for ever.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,16}"}
+
+
+class Guides(Protocol):
+    """Makes guides of what clients send."""
+
+    def compile(self, kind: str, text: str) -> Guide:
+        """Return a guide. Raises InvalidRequestError for an unknown kind or a broken text."""
+
+
+@dataclass(frozen=True)
+class GuideText:
+    """A guide on its way to the process that compiles and follows it."""
+
+    kind: str
+    text: str
+
+    def start(self) -> GuideState:
+        """Raise RuntimeError: it must be compiled first."""
+        raise RuntimeError(f"a guide of type {self.kind} was not compiled")
 
 
 class GuideCompiler:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import pickle
+
+import pytest
+
 from deepseek_triton import errors
 
 
@@ -21,3 +25,18 @@ def test_every_error_is_in_the_tree_and_in_its_drawing() -> None:
     for cls in classes:
         assert issubclass(cls, errors.DeepseekTritonError)
         assert cls.__name__ in (errors.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.UnsupportedTensorError("bad_words", "not supported"),
+        errors.RequestFailedError("key", "no finite logits"),
+        errors.EngineDeadError("restart the server"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_survives_a_pickle(error: errors.DeepseekTritonError) -> None:
+    found = pickle.loads(pickle.dumps(error, 5))
+    assert type(found) is type(error)
+    assert (str(found), vars(found)) == (str(error), vars(error))

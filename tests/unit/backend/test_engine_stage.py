@@ -40,10 +40,12 @@ class Server:
         pb, self.utils = fake_pb()
         self.engine = FakeEngine()
         self.exit_codes: list[int] = []
-        self.stage = EngineStage(
-            pb, lambda config: (self.engine, LIMITS), exit_process=self.exit_codes.append
-        )
+        self.stage = EngineStage(pb, self.start_engine, exit_process=self.exit_codes.append)
         self.stage.initialize(ARGS)
+
+    def start_engine(self, config: object, on_death: Callable[[], object]) -> Any:
+        self.engine_dies = on_death
+        return self.engine, LIMITS
 
     def send(self, *, request_id: str = "", parameters: Any = None, **tensors: Any) -> FakeSender:
         arrays = {
@@ -253,6 +255,7 @@ def test_the_process_leaves_once_when_a_dead_engines_requests_are_answered(
     error = EngineDeadError("the engine stopped")
     for key in list(server.engine.requests):
         server.engine.emit(output(key, 0, (), FinishReason.ERROR, error=error))
+    server.engine_dies()
     wait_for(lambda: server.exit_codes)
     assert [sender.error.message for sender in senders] == ["the engine stopped"] * 2
     time.sleep(0.1)
@@ -317,7 +320,7 @@ def test_refused_requests_count_as_failed(server: Server) -> None:
 
 
 def test_an_engine_that_does_not_load_fails_the_load() -> None:
-    def refuse(config: object) -> Any:
+    def refuse(config: object, on_death: object) -> Any:
         raise EngineMismatchError("rebuild it")
 
     pb, _ = fake_pb()

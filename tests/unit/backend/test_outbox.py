@@ -14,8 +14,9 @@ from tests.unit.backend.fakes import output
 
 
 class FakeReply:
-    def __init__(self, interval_s: float = 0.0) -> None:
+    def __init__(self, interval_s: float = 0.0, delay_s: float = 0.0) -> None:
         self.interval_s = interval_s
+        self.delay_s = delay_s
         self.sent: list[TokenOutput] = []
         self.beats = 0
         self.gate = threading.Event()
@@ -24,6 +25,7 @@ class FakeReply:
 
     def send(self, output: TokenOutput) -> None:
         self.gate.wait(10)
+        time.sleep(self.delay_s)
         if self.failure is not None:
             raise self.failure
         self.sent.append(output)
@@ -40,9 +42,23 @@ def aborted() -> list[str]:
     return []
 
 
+class FakeFlow:
+    """As if `number` responses were on their way."""
+
+    number = 0
+
+    def on_the_way(self, now: float) -> int:
+        return self.number
+
+
 @pytest.fixture
-def box(aborted: list[str]):
-    box = Outbox(aborted.append)
+def flow() -> FakeFlow:
+    return FakeFlow()
+
+
+@pytest.fixture
+def box(aborted: list[str], flow: FakeFlow):
+    box = Outbox(aborted.append, flow)
     yield box
     box.close()
 
@@ -68,16 +84,49 @@ def test_each_output_of_a_stream_is_a_response(box: Outbox) -> None:
     assert reply.sent == outputs(5)
 
 
-def test_a_request_far_behind_gets_the_rest_as_one(box: Outbox) -> None:
-    reply = FakeReply()
-    reply.gate.clear()
-    emit = box.open("k", reply)
-    for item in outputs(40):
-        emit(item)
-    reply.gate.set()
-    wait_for(lambda: bool(reply.sent) and reply.sent[-1].finish_reason is not None)
-    assert len(reply.sent) < 40
-    assert [t for o in reply.sent for t in o.token_ids] == list(range(40))
+def test_while_postprocessing_is_behind_outputs_pile_up(box: Outbox, flow: FakeFlow) -> None:
+    replies = [FakeReply() for _ in range(3)]
+    emits = [box.open(f"k{i}", reply) for i, reply in enumerate(replies)]
+    flow.number = module._WINDOW
+    for index in range(5):
+        for i, emit in enumerate(emits):
+            emit(output(f"k{i}", index, (index,)))
+        wait_for(lambda: all(reply.sent for reply in replies))  # the first do not wait
+    time.sleep(0.02)
+    assert [len(reply.sent) for reply in replies] == [1, 1, 1]
+    flow.number = module._WINDOW - 1
+    wait_for(lambda: all(len(reply.sent) == 2 for reply in replies))
+    for reply in replies:
+        assert [o.token_ids for o in reply.sent] == [(0,), (1, 2, 3, 4)]
+
+
+def test_a_last_output_takes_along_what_piled_up_and_goes_first(
+    box: Outbox, flow: FakeFlow
+) -> None:
+    waiting, ending = FakeReply(), FakeReply()
+    emit_waiting, emit = box.open("waiting", waiting), box.open("k", ending)
+    flow.number = module._WINDOW
+    for index in range(4):
+        emit_waiting(output("waiting", index, (index,)))
+        emit(output("k", index, (index,), FinishReason.LENGTH if index == 3 else None))
+        wait_for(lambda: bool(waiting.sent and ending.sent))
+    wait_for(lambda: bool(ending.sent) and ending.sent[-1].finish_reason is not None)
+    assert [o.token_ids for o in ending.sent] == [(0,), (1, 2, 3)]
+    assert len(waiting.sent) == 1
+
+
+def test_a_sender_that_is_behind_merges(box: Outbox) -> None:
+    """Its own work alone is too slow here: 40 responses of 2 ms would come each 10 ms."""
+    replies = [FakeReply(delay_s=0.002) for _ in range(40)]
+    emits = [box.open(f"k{i}", reply) for i, reply in enumerate(replies)]
+    for index in range(20):
+        for i, emit in enumerate(emits):
+            emit(output(f"k{i}", index, (index,), FinishReason.LENGTH if index == 19 else None))
+        time.sleep(0.01)
+    wait_for(lambda: all(r.sent and r.sent[-1].finish_reason is not None for r in replies))
+    for reply in replies:
+        assert [t for o in reply.sent for t in o.token_ids] == list(range(20))
+    assert sum(len(reply.sent) for reply in replies) < 40 * 20 / 2
 
 
 def test_a_slow_receiver_does_not_block_the_engine(box: Outbox) -> None:
@@ -136,7 +185,7 @@ def test_a_reply_that_fails_aborts_its_request_alone(box: Outbox, aborted: list[
 
 
 def test_closing_sends_what_is_pending(aborted: list[str]) -> None:
-    box = Outbox(aborted.append)
+    box = Outbox(aborted.append, FakeFlow())
     reply = FakeReply(interval_s=3600.0)
     emit = box.open("k", reply)
     emit(outputs(2)[0])

@@ -36,6 +36,7 @@ PACKETS = st.builds(
     error=st.text(min_size=1),
     error_status=st.sampled_from(["INTERNAL", "UNAVAILABLE"]),
     stats=st.none() | st.builds(RequestStats, arrival_time_ns=INTS, preemptions=INTS),
+    flow=st.none() | st.tuples(INTS, INTS, INTS),
 )
 
 
@@ -54,7 +55,9 @@ def test_the_packet_of_a_plain_token_is_small() -> None:
 WRONG_VALUES = ([], {}, "", "x", 1, 1.5, True, None, [[]], ["", "x"], [None, 2])
 
 
-@pytest.mark.parametrize("field", ["key", "index", "log_probs", "finish_reason", "error", "stats"])
+@pytest.mark.parametrize(
+    "field", ["key", "index", "log_probs", "finish_reason", "error", "stats", "flow"]
+)
 @pytest.mark.parametrize("wrong", WRONG_VALUES, ids=repr)
 def test_a_field_of_another_type_is_an_error_or_harmless(field: str, wrong: object) -> None:
     content = json.loads(StepPacket("k", 0, TextOptions(stream=True)).to_tensor().tobytes())
@@ -95,6 +98,9 @@ def assert_hashable_or_refused(content: object) -> None:
         b'{"key": "k", "index": 0, "options": 1}',
         b'{"key": "k", "index": 0, "options": {"x": 1}}',
         b'{"key": "k", "index": 0, "finish_reason": []}',
+        b'{"key": "k", "index": 0, "flow": [1, 2]}',
+        b'{"key": "k", "index": 0, "flow": [1, 2, -1]}',
+        b'{"key": "k", "index": 0, "flow": [1, 2, 9223372036854775808]}',
         b'{"key": "k", "index": 0, "error": ["message", "NO_STATUS"]}',
         b'{"key": "k", "index": 0, "stats": {"arrival_time_ns": "now"}}',
     ],

@@ -1,0 +1,68 @@
+"""Compile at the start what prompts of any length need, so that no request waits for a compiler.
+
+A kernel is compiled for each size class of its tiles and buffers, and once more for token counts
+that are multiples of 16. Graphs cover short whole prompts alone; this runs the other prefill steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from deepseek_triton.runner.cuda_step import Prefill, Step
+
+_ROW = 128  # tokens of a row
+_DIVISOR = 16
+_FEWEST = 3
+
+
+def token_counts(limit: int) -> Iterator[int]:
+    """Yield ascending token counts up to `limit`: in each size class one that 16 divides or not.
+
+    Classes begin at powers of two, and some half way between two of them.
+    """
+    yield from (n for n in (_FEWEST,) if n < limit)
+    count = _DIVISOR
+    while count < limit:
+        yield from (n for n in (count, count + 1) if n < limit)
+        half = count + count // 2
+        yield from (n for n in (half // _DIVISOR * _DIVISOR, half + 1) if count + 1 < n < limit)
+        count *= 2
+    yield limit
+
+
+def warm_up(
+    compute: Callable[[Step], object],
+    pools: dict[str, Tensor],
+    max_tokens: int,
+    device: torch.device,
+) -> None:
+    """Run prefill steps of up to `max_tokens` tokens, with and without context.
+
+    Their tokens are padding. What a step may leave in `pools` is no request's: none has come yet.
+    """
+    with torch.inference_mode():
+        for tokens in token_counts(max_tokens):
+            for context in (0, 1):
+                compute(_padding(tokens, context, pools, device))
+
+
+def _padding(tokens: int, context: int, pools: dict[str, Tensor], device: torch.device) -> Step:
+    """Return a step of rows of padding that see `context` cached tokens each, all in slot 0."""
+    q_lens = (_ROW,) * (tokens // _ROW) + ((tokens % _ROW,) if tokens % _ROW else ())
+    k_lens = tuple(length + context for length in q_lens)
+    cu_q = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=device)
+    cu_k = torch.tensor([0, *accumulate(k_lens)], dtype=torch.int32, device=device)
+    nowhere = torch.full((tokens,), -1, dtype=torch.int32, device=device)
+    key_slots = torch.zeros(sum(k_lens), dtype=torch.int64, device=device) if context else None
+    return Step(
+        input_ids=torch.zeros_like(nowhere),
+        positions=nowhere,
+        slots=nowhere,
+        logit_rows=cu_q[1:].long() - 1,
+        attention=Prefill(q_lens, k_lens, cu_q, cu_k, key_slots),
+        pools=pools,
+    )
