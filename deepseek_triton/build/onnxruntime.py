@@ -53,8 +53,8 @@ _REPLACED_INPUTS = ("context_lens", "last_token")
 # it takes do by themselves.
 _REPEAT_BELOW = 4
 NUM_BEST = 8
-"""Tokens of a row that CUDA gives apart: among them is each that ties for the first place, or nearly
-always, and the runner takes the lowest id."""
+"""Tokens of a row that CUDA gives apart. The runner takes the lowest id of those that tie for the
+first place, and hardly ever are there more."""
 
 
 @dataclass(frozen=True)

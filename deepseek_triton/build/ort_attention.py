@@ -56,8 +56,8 @@ LATENT_IN_PLACE = Template("""
 #   the rest as LatentAttention → o [T, H·v], pool [N, block_size, W]
 LatentAttentionInPlace
     <num_heads, qk_head_dims, latent_dims, v_head_dim, scale, epsilon, rotary_interleaved>
-    (q, kv_a, kv_norm, $w_uk, $w_uv, cos, sin, turn, kv_pool, block_tables, mask, slot_mapping$blank)
-    => (o, pool)
+    (q, kv_a, kv_norm, $w_uk, $w_uv, cos, sin, turn, kv_pool, block_tables, mask,
+     slot_mapping$blank) => (o, pool)
 {
     heads = Constant <value_ints: ints = @num_heads> ()
     qk_sizes = Constant <value_ints: ints = @qk_head_dims> ()

@@ -2,9 +2,9 @@
 
 They keep the conventions of export/functions; `com.microsoft` is ONNX Runtime's own domain.
 
-On the CPU a token's numbers must not depend on its company, down to the last bit: then a request gives the
-same text alone and under load. ONNX Runtime's products sum in another order when they have a single
-row and an unpacked right side, or at most 64 columns a thread. So
+On the CPU a token's numbers must not depend on its company, down to the last bit: then a request
+gives the same text alone and under load. ONNX Runtime's products sum in another order when they
+have a single row and an unpacked right side, or at most 64 columns a thread. So
 - the weights of each latent head are a constant of their own, which is packed (ByHead);
 - no expert computes a single token (ExtraRows);
 - no product of grouped-query attention takes the path for a single row (ort_attention.py);
@@ -83,11 +83,11 @@ ExpertsSparse <num_experts, top_k, k>
 """
 
 
-# One-hot probabilities choose a row's expert; normalised, its weight is 1. Casts are for CUDA, where
-# x is of half precision: the sum is taken in float32 there as well.
+# One-hot probabilities choose a row's expert; normalised, its weight is 1. Casts are for CUDA,
+# where x is of half precision: the sum is taken in float32 there as well.
 EXPERTS_BY_ROW = Template("""
-# $portable through ONNX Runtime's kernel. A row of it is a token with one of its experts, so the sum
-# over a token's experts is taken in their order, whatever other tokens there are.
+# $portable through ONNX Runtime's kernel. A row of it is a token with one of its experts, so the
+# sum over a token's experts is taken in their order, whatever other tokens there are.
 #   $shapes; the rest as $portable → y [T, D]
 ${portable}Sparse <$attributes>
     (x, expert_ids, expert_weights, $weights) => (y)

@@ -10,11 +10,12 @@
 On CUDA groups, scales and the output layer stay as they are: there is no accuracy level, and
 activations keep the model's half precision.
 
-The accuracy level is the CPU kernels' own: 0 multiplies in float32; 4 rounds each 32 inputs of a row to
-8 bits first, which is several times faster. At level 4 a token's numbers do not depend on its
-company, to the last bit, with groups of 32 alone: the kernels for larger ones compute an odd row in
-another way. Smaller groups of activations are also the more accurate. The output layer is then the
-largest weight of a step, and 8 bits a group of 32 change it less than rounding its inputs does.
+The accuracy level is the CPU kernels' own: 0 multiplies in float32; 4 rounds each 32 inputs of a
+row to 8 bits first, which is several times faster. At level 4 a token's numbers do not depend on
+its company, to the last bit, with groups of 32 alone: the kernels for larger ones compute an odd
+row in another way. Smaller groups of activations are also the more accurate. The output layer is
+then the largest weight of a step, and 8 bits a group of 32 change it less than rounding its inputs
+does.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _FAST_GROUP = 32
 _HEAD_LEVELS = 127  # of the 8-bit output layer, on either side of 0
 _CONTRIB = "com.microsoft"
 _UINT8, _FLOAT = onnx.TensorProto.UINT8, onnx.TensorProto.FLOAT
+
 
 class Int4Rewriter:
     """Rewrites the models of one folder; what they share is rearranged once."""

@@ -12,7 +12,6 @@ from deepseek_triton.build import cuda, onnxruntime, ort_int4, tensorrt, tensorr
 from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.errors import ConfigError
 
-
 ONNXRUNTIME_GPU = "1.31.1"
 """The release of onnxruntime-gpu that engines for CUDA are built for, whatever is installed."""
 
@@ -32,7 +31,7 @@ class Target:
     compile: Callable[[Path, CallLimits, Path | None], Path] | None = None
     runtime_version: Callable[[], str] | None = None  # for a runtime that may be missing
     int4_accuracy_levels: tuple[int, ...] = ()  # that can be chosen, the default first
-    providers: tuple[str, ...] = ()  # that can be chosen, the default first
+    provider: str | None = None  # of ONNX Runtime
     # Writes the engine from the checkpoint itself; then there is no portable model.
     write: Callable[..., Path] | None = None
 
@@ -56,13 +55,12 @@ def _onnxruntime_version() -> str:
         return version("onnxruntime-gpu")
 
 
-_PROVIDERS = ("cpu", "cuda")
 _ONNXRUNTIME_CUDA = Target(
     ("fp32", "fp16", "bf16"),
     "onnxruntime-gpu",
     onnxruntime.build_cuda,
     runtime_version=lambda: ONNXRUNTIME_GPU,
-    providers=_PROVIDERS,
+    provider="cuda",
 )
 TARGETS = {
     "onnxruntime": Target(
@@ -73,7 +71,7 @@ TARGETS = {
         kv_precision="fp32",
         runtime_version=_onnxruntime_version,
         int4_accuracy_levels=ort_int4.ACCURACY_LEVELS,
-        providers=_PROVIDERS,
+        provider="cpu",
     ),
     # The engine is the portable model itself: no version of PyTorch shapes it.
     "cuda": Target(("fp32", "fp16", "bf16"), "onnx", cuda.build, block_size=cuda.BLOCK_SIZE),
@@ -108,11 +106,13 @@ def find_target(name: str, precision: str, provider: str | None = None) -> Targe
     if name not in TARGETS:
         raise ConfigError(f"TARGET: {name!r} is unknown; choose one of {', '.join(TARGETS)}")
     target = TARGETS[name]
-    if provider not in (None, *target.providers):
-        choice = f"choose {' or '.join(target.providers)}" if target.providers else "leave it out"
-        raise ConfigError(f"PROVIDER: {name} has no provider {provider!r}; {choice}")
-    if provider == "cuda":
-        target = _ONNXRUNTIME_CUDA
+    choices = [target, _ONNXRUNTIME_CUDA] if target.provider else []
+    if provider is not None:
+        names = [str(choice.provider) for choice in choices]
+        if provider not in names:
+            way_out = f"choose {' or '.join(names)}" if names else "leave it out"
+            raise ConfigError(f"PROVIDER: {name} has no provider {provider!r}; {way_out}")
+        target = choices[names.index(provider)]
     if precision not in target.precisions:
         raise ConfigError(
             f"PRECISION: {precision!r} is not available for {name}; "

@@ -62,7 +62,7 @@ class OnnxRuntimeCudaRunner:
         self._spec, self._vocab_size = manifest.kv_cache, manifest.model.vocab_size
         session = open_session(engine.model_path, device)
         pools = allocate_pools(self._spec, num_blocks, device)
-        self._num_blocks = next(iter(pools.values())).shape()[0] - 1
+        self._num_blocks = int(next(iter(pools.values())).shape()[0]) - 1
         self._model = DeviceModel(
             session,
             self._spec,

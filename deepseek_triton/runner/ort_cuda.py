@@ -25,7 +25,7 @@ CUDA, HOST = "cuda", "cpu"
 _PROVIDER = "CUDAExecutionProvider"
 _WAY_OUT = "run `make setup-onnxruntime-gpu`, or build the engine with PROVIDER=cpu"
 _RUNTIME_LIBRARIES = ("libcudart.so.13", "libcudart.so.12")
-_MEMORY_ERRORS = ("failed to allocate memory", "out of memory", "cuda error 2", "cudaerrormemory")
+_MEMORY_ERRORS = ("failed to allocate memory", "out of memory", "bad_alloc")
 _ONNX_TYPES = {
     "float32": onnx.TensorProto.FLOAT,
     "float16": onnx.TensorProto.FLOAT16,

@@ -101,9 +101,7 @@ class DeviceModel:
                 part.append(array)
         return [np.concatenate(part) for part in parts], places
 
-    def _blank_slots(
-        self, rows: Sequence[ModelRow], pieces: Sequence[Piece]
-    ) -> NDArray[np.int64]:
+    def _blank_slots(self, rows: Sequence[ModelRow], pieces: Sequence[Piece]) -> NDArray[np.int64]:
         """Return the slots [Z, 2] that follow the tokens of pieces which begin a block.
 
         What the block's last owner left there, NaN included, must not reach a product.

@@ -106,7 +106,7 @@ def step_inputs(
         tables[i, :used] = row.block_table[:used]
         tables[i, used:] = row.block_table[0]
     input_ids[count:], tables[count:] = input_ids[0], tables[0]
-    copied = [*pieces, *pieces[:1] * (batch - count)]
+    copied = [*pieces, *[pieces[0]] * (batch - count)]
     lengths = np.array([p.length for p in copied])[:, None]
     context_lens = np.array([p.context_len for p in copied])[:, None]
     offsets = np.arange(length)
