@@ -24,6 +24,7 @@ from deepseek_triton.kv_cache.spec import KVCacheSpec
 CUDA, HOST = "cuda", "cpu"
 _PROVIDER = "CUDAExecutionProvider"
 _WAY_OUT = "run `make setup-onnxruntime-gpu`, or build the engine with PROVIDER=cpu"
+_DRIVER = "libcuda.so.1"
 _RUNTIME_LIBRARIES = ("libcudart.so.13", "libcudart.so.12")
 _MEMORY_ERRORS = ("failed to allocate memory", "out of memory", "bad_alloc")
 _ONNX_TYPES = {
@@ -38,7 +39,7 @@ def check_provider() -> None:
 
     Raises:
         ConfigError: both wheels of ONNX Runtime are installed, the one that is has no CUDA
-            provider, or CUDA's libraries are missing; the message says what to install.
+            provider, or CUDA's libraries or the driver are missing; the message says what to do.
     """
     found = [name for name in ("onnxruntime", "onnxruntime-gpu") if _installed(name)]
     if len(found) > 1:
@@ -58,6 +59,10 @@ def check_provider() -> None:
     problems = [line for line in printed.getvalue().splitlines() if line.startswith("Failed")]
     if problems:
         raise ConfigError(f"ONNX Runtime's CUDA provider: {'; '.join(problems)}: {_WAY_OUT}")
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError as error:
+        raise ConfigError(_no_gpu(f"no NVIDIA driver: {error}")) from error
 
 
 def open_session(model_path: Path, device: str) -> ort.InferenceSession:

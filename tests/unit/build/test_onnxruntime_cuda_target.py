@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 
 from deepseek_triton.build.onnxruntime import NUM_BEST, _give_best, build_cuda
 from deepseek_triton.build.ort_functions import cuda_functions
+from deepseek_triton.build.targets import ONNXRUNTIME_GPU
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
@@ -109,6 +110,11 @@ def test_the_best_tokens_are_those_of_the_logits() -> None:
     wide = x.astype(np.float64)
     expected = np.exp(wide - wide.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(totals, expected, rtol=1e-5)
+
+
+def test_the_release_that_make_installs_is_the_one_that_engines_are_built_for() -> None:
+    makefile = (Path(__file__).parents[3] / "Makefile").read_text(encoding="utf-8")
+    assert f"ONNXRUNTIME_GPU := onnxruntime-gpu=={ONNXRUNTIME_GPU}\n" in makefile
 
 
 def int4_portable(folder: Path, precision: str) -> Path:

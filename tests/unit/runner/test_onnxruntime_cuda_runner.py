@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,7 +306,8 @@ def test_two_wheels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake_wheel(monkeypatch: pytest.MonkeyPatch, printed: str) -> None:
     """Let the wheel here claim the provider, as one does on a machine without a GPU."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
-    monkeypatch.setattr(ort, "preload_dlls", lambda **_: print(printed), raising=False)
+    preload = lambda **_: sys.stdout.write(printed)  # noqa: E731
+    monkeypatch.setattr(ort, "preload_dlls", preload, raising=False)
 
 
 def test_missing_libraries_are_named(
@@ -322,6 +324,10 @@ def test_a_machine_without_a_gpu_is_told_so(
 ) -> None:
     fake_wheel(monkeypatch, "")
     monkeypatch.setattr(ort, "__version__", ONNXRUNTIME_GPU)
+    monkeypatch.setattr(ort_cuda, "_DRIVER", "libcuda.so.none")
+    with pytest.raises(ConfigError, match="no NVIDIA driver: libcuda.so.none.*PROVIDER=cpu"):
+        OnnxRuntimeCudaRunner(engine, num_blocks=1)
+    monkeypatch.setattr(ort_cuda, "_DRIVER", None)  # the process itself
     # The provider that cannot be made is left out, or an error is raised; either is one answer.
     fallen_back = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
     monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: fallen_back)
