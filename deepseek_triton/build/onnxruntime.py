@@ -168,13 +168,13 @@ def _with_blank_rows(
 
     def rewritten(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
         attention(graph, node)
+        node.input[list(node.input).index("slot_mapping")] = "pool_index"
         node.input.append("blank_rows")
         if graph.node[0].op_type != "BlankRows":
             pool = next(name for name in node.input if "_pool." in name)
             inputs = ["input_ids", "slot_mapping", pool]
-            blank = helper.make_node(
-                "BlankRows", inputs, ["blank_rows"], name="blank_rows", domain=DOMAIN
-            )
+            outputs = ["blank_rows", "pool_index"]
+            blank = helper.make_node("BlankRows", inputs, outputs, name="blank_rows", domain=DOMAIN)
             graph.node.insert(0, blank)
 
     return rewritten

@@ -242,7 +242,7 @@ def cpu_attention(num_heads: int) -> tuple[str, ...]:
 
 def cuda_attention() -> tuple[str, ...]:
     """Return the functions of attention on CUDA, for any number of heads and any precision."""
-    blank = "blank [Z, W] zeros for the last Z of T + Z slots;"
+    blank = "on CUDA [T + Z, W, 3], of each number; blank [Z, W] zeros for the last Z slots;"
     latent = LATENT_IN_PLACE.substitute(
         differences=blank,
         w_uk="w_uk",

@@ -163,21 +163,43 @@ EXPERTS_CUDA = EXPERTS_BY_ROW.substitute(
     inputs="gate_up, , down",
     sum=_SUM_CUDA,
 )
+# Shape rather than Size, for which a CPU node would wait inside the recording of a CUDA graph.
+# One thread of ScatterND's kernel copies what one index names: a number here, where it would be a
+# row of hundreds.
 BLANK_ROWS = """
-# Zeros for the slots that a step clears: those of slot_mapping after the ones of the T tokens.
-#   input_ids [B, S], slot_mapping [T + Z, 2], pool [N, block_size, W] → blank [Z, W]
-BlankRows (input_ids, slot_mapping, pool) => (blank) {
-    vector = Constant <value_ints = [1]> ()
-    total = Size (input_ids)
-    tokens = Reshape (total, vector)
+# What the layers share when they write into their pools: zeros for the slots that a step clears,
+# those of slot_mapping after the ones of the T tokens, and the index of each number of all rows.
+#   input_ids [B, S], slot_mapping [T + Z, 2], pool [N, block_size, W]
+#   → blank [Z, W], index [T + Z, W, 3]
+BlankRows (input_ids, slot_mapping, pool) => (blank, index) {
+    flat = Constant <value_ints = [-1]> ()
+    begin = Constant <value_ints = [0]> ()
+    one = Constant <value_ints = [1]> ()
+    two = Constant <value_ints = [2]> ()
+    ids = Reshape (input_ids, flat)
+    tokens = Shape <start = 0, end = 1> (ids)
     slots = Shape <start = 0, end = 1> (slot_mapping)
     count = Sub (slots, tokens)
     width = Shape <start = 2, end = 3> (pool)
     shape = Concat <axis = 0> (count, width)
     zeros = ConstantOfShape <value = float[1] {0.0}> (shape)
     blank = CastLike (zeros, pool)
+
+    first = Squeeze (begin)
+    step = Squeeze (one)
+    end = Squeeze (width)
+    column = Range (first, end, step)
+    column_shape = Concat <axis = 0> (one, width, one)
+    column_3d = Reshape (column, column_shape)
+    columns_shape = Concat <axis = 0> (slots, width, one)
+    columns = Expand (column_3d, columns_shape)
+    slot_3d = Unsqueeze (slot_mapping, one)
+    rows_shape = Concat <axis = 0> (slots, width, two)
+    rows = Expand (slot_3d, rows_shape)
+    index = Concat <axis = -1> (rows, columns)
 }
 """
+
 # Kernels of other reductions would need cuDNN.
 BEST_TOKENS = """
 # The likeliest tokens of each row, and the sum of all exponentials relative to the first one's: its
