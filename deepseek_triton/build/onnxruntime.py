@@ -97,6 +97,7 @@ def _build(model_path: Path, form: Form, int4_accuracy_level: int | None) -> Non
         # ONNX Runtime would inline the functions itself, but 1.23, the last for Python 3.10, checks
         # shapes before that and finds none.
         inlined = onnx.inliner.inline_local_functions(model)
+        _type_contrib_outputs(inlined.graph)
         simplify(inlined)
         onnx.save_model(inlined, path)
     int4.trim(model.graph for model in models)
@@ -123,6 +124,20 @@ def rewrite(model: onnx.ModelProto, form: Form) -> None:
     form.finish(graph)
     _replace_functions(model, form.functions(num_heads))
     model.opset_import.add(domain=CONTRIB_DOMAIN, version=CONTRIB_VERSION)
+
+
+def _type_contrib_outputs(graph: onnx.GraphProto) -> None:
+    """Say what ONNX cannot infer: the runtime's own operators give the model's type, as pools have.
+
+    Else Casts of their outputs to the type that they have would stay.
+    """
+    pool = next(value for value in graph.input if "_pool." in value.name)
+    kind = pool.type.tensor_type.elem_type
+    given = {value.name for value in graph.output}
+    outputs = [n for node in graph.node if node.domain == CONTRIB_DOMAIN for n in node.output]
+    graph.value_info.extend(
+        helper.make_tensor_value_info(name, kind, None) for name in outputs if name not in given
+    )
 
 
 def _take_logit_rows(graph: onnx.GraphProto) -> None:

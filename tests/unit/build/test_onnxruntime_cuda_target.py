@@ -73,6 +73,28 @@ def test_weights_and_pools_keep_half_precision_and_logits_are_wide(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+def test_nothing_waits_while_a_decode_is_recorded(tmp_path: Path, preset: str) -> None:
+    """A CPU node waits for every value of a GPU node, of Shape alone not; a CUDA graph may not."""
+    path = portable(tmp_path, preset, "fp16")
+    build_cuda(path)
+    graph = onnx.load_model(path, load_external_data=False).graph
+    assert not {"Size", "NonZero", "If", "Loop"} & {node.op_type for node in graph.node}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_index_names_one_number(tmp_path: Path, preset: str) -> None:
+    """One thread copies what an index names; a row of numbers would take 300 us."""
+    path = portable(tmp_path, preset, "fp32")
+    build_cuda(path)
+    graph = onnx.shape_inference.infer_shapes(onnx.load_model(path)).graph
+    shapes = {v.name: v.type.tensor_type.shape.dim for v in (*graph.value_info, *graph.input)}
+    for node in (node for node in graph.node if node.op_type == "ScatterND"):
+        # Ranks pool + index − 1 − updates give how many of the pool's dimensions an index has.
+        ranks = [len(shapes.get(name, ())) for name in node.input]
+        assert ranks == [3, 3, 2]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
 def test_no_kernel_needs_cudnn(tmp_path: Path, preset: str) -> None:
     """But for ReduceMean inside a norm, which the runtime replaces with a kernel of its own."""
     path = portable(tmp_path, preset, "fp32")
