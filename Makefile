@@ -10,8 +10,11 @@ SEED   ?= 0
 # The release that the GPU kernels were measured with. Apart from the test extra, since a torch that is built
 # for CUDA asks for the one of its own.
 KERNEL_LANGUAGE := triton==3.6.0
+# In place of onnxruntime: both are one package. What it needs of CUDA is an extra in pyproject.toml.
+ONNXRUNTIME_GPU := onnxruntime-gpu==1.31.1
 PRECISION ?= fp32
 TARGET ?= onnxruntime
+PROVIDER ?=
 DRAFT ?=
 METHOD ?= awq
 GROUP ?= 128
@@ -23,12 +26,12 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 GATEWAY_PORT ?= 8080
 # Recipes read what the user gave from the environment, where no quote or space can break them.
-export OUT CHECKPOINT ENGINE PRECISION TARGET DRAFT INT4_ACCURACY METHOD GROUP SYMMETRIC CALIBRATION TEXT REFERENCE ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT GATEWAY_PORT TRITON API_KEYS
+export OUT CHECKPOINT ENGINE PRECISION TARGET PROVIDER DRAFT INT4_ACCURACY METHOD GROUP SYMMETRIC CALIBRATION TEXT REFERENCE ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT GATEWAY_PORT TRITON API_KEYS
 
-.PHONY: help setup setup-test demo checkpoint engine quantize evaluate serve gateway up check test perf-smoke clean
+.PHONY: help setup setup-test setup-onnxruntime-gpu demo checkpoint engine quantize evaluate serve gateway up check test perf-smoke clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-21s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # A stamp per dependency set: pip runs again only when pyproject.toml changes.
 $(VENV)/bin/python:
@@ -50,14 +53,19 @@ setup: $(VENV)/.setup ## install everything that serving needs into .venv
 
 setup-test: $(VENV)/.setup-test ## install what the tests need as well
 
+setup-onnxruntime-gpu: setup ## replace ONNX Runtime in .venv by its release with CUDA (1 GB), for PROVIDER=cuda
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[onnxruntime-gpu]'
+	@$(BIN)/pip uninstall --quiet --disable-pip-version-check --yes onnxruntime onnxruntime-gpu
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(ONNXRUNTIME_GPU)
+
 demo: setup ## [ARCH=v2-lite|v2|v3|llama|coder|qwen2|moe]: build an engine, serve it, stream one completion over gRPC and HTTP
 	@$(BIN)/python build_scripts/demo.py --arch "$$ARCH"
 
 checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3|llama|coder|qwen2|moe] [SEED=0]: write a small random checkpoint
 	@$(BIN)/python build_scripts/make_checkpoint.py --out "$$OUT" --arch "$${ARCH:-v2-lite}" --seed "$$SEED"
 
-engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime] [DRAFT=mtp] [INT4_ACCURACY=4|0]: build an engine directory (more: docs/tensorrt.md, docs/tensorrt-llm.md)
-	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET" --draft "$$DRAFT" --int4-accuracy "$$INT4_ACCURACY" \
+engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime] [PROVIDER=cpu|cuda] [DRAFT=mtp] [INT4_ACCURACY=4|0]: build an engine directory (more: docs/tensorrt.md, docs/tensorrt-llm.md)
+	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET" --provider "$$PROVIDER" --draft "$$DRAFT" --int4-accuracy "$$INT4_ACCURACY" \
 		--max-batch "$$MAX_BATCH" --max-prefill "$$MAX_PREFILL" --max-chunk "$$MAX_CHUNK" --max-context "$$MAX_CONTEXT" \
 		--tp "$$TP" --pp "$$PP" --ep "$$EP" --sm "$$SM" --timing-cache "$$TIMING_CACHE"
 

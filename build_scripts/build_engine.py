@@ -40,6 +40,7 @@ def main() -> int:
         choices=["", "0", "4"],
         help="of INT4 on ONNX Runtime: 4 (default) rounds activations to 8 bits, 0 does not",
     )
+    parser.add_argument("--provider", default="", help="of ONNX Runtime: cpu (default) or cuda")
     _add_limits(parser)
     args = parser.parse_args()
     if not args.checkpoint or not args.engine:
@@ -62,6 +63,7 @@ def main() -> int:
             timing_cache=Path(args.timing_cache) if args.timing_cache else None,
             parallel=_parallel(args),
             int4_accuracy_level=int(args.int4_accuracy) if args.int4_accuracy else None,
+            provider=args.provider or None,
         )
     except DeepseekTritonError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -27,6 +27,7 @@ from deepseek_triton.evaluate.perplexity import (
 from deepseek_triton.evaluate.stepping import SteppingScorer
 from deepseek_triton.runner.base import ScoringRunner
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
+from deepseek_triton.runner.onnxruntime_cuda import OnnxRuntimeCudaRunner
 from deepseek_triton.text.documents import read_documents, standard_library, token_stream
 from deepseek_triton.text.tokenizer import Tokenizer
 
@@ -115,6 +116,8 @@ def _open(path: Path, num_blocks: int) -> ScoringRunner:
     """Load an engine of any target that a runner of ours runs."""
     engine = load_engine_dir(path)
     target = engine.manifest.target
+    if engine.manifest.provider == "cuda":
+        return OnnxRuntimeCudaRunner(engine, num_blocks=num_blocks)
     if target == "onnxruntime":
         return OnnxRuntimeRunner(engine, num_blocks=num_blocks)
     if target == "cuda":

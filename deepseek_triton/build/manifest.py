@@ -53,6 +53,7 @@ class Manifest:
     files: tuple[FileEntry, ...]  # all but manifest.json, ascending by name
     limits: CallLimits | None = None  # of a compiled engine; None: any call may be run
     int4_accuracy_level: int | None = None  # of ONNX Runtime's INT4 kernels (build/ort_int4.py)
+    provider: str | None = None  # of ONNX Runtime: "cpu" or "cuda"; None is "cpu"
 
     def to_json(self) -> str:
         """Return the manifest as the text of manifest.json."""

@@ -1,14 +1,21 @@
-"""Target "onnxruntime": the portable model rewritten for ONNX Runtime on the CPU.
+"""Target "onnxruntime": the portable model rewritten for ONNX Runtime, on the CPU or on CUDA.
 
     portable                                   rewritten
     context_lens [B], last_token [B]           slot_mapping [T, 2], logit_rows [R]   (T = B · S)
     AttentionMask, LatentAttention,            …InPlace: rows are scattered into the pool first
       GroupedQueryAttention
     new_<p>.<l> [B, S, W]                      <p>_pool_out.<l>, the same buffer as <p>_pool.<l>
-    w_uk, w_uv [H, …]                          H weights each, the same bytes of the weights file
     Experts                                    ExpertsSparse: com.microsoft::MoE
     LinearInt4, ExpertsInt4                    MatMulNBits, QMoE (ort_int4.py)
+
+    on the CPU
+    w_uk, w_uv [H, …]                          H weights each, the same bytes of the weights file
     half-precision weights                     Cast to float32, as is all else (ort_precision.py)
+
+    on CUDA
+    slot_mapping                               [T + Z, 2]: the last Z slots are cleared
+    half-precision weights                     as they are, and all but logits and softmax with them
+    logits                                     Cast to float32, with the best of them beside
 
 Calls are inlined at the end; weights stay where they are in their file, but for some of INT4. The
 runner (runner/onnxruntime.py) describes the inputs.
@@ -16,7 +23,8 @@ runner (runner/onnxruntime.py) describes the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +37,8 @@ from deepseek_triton.build.graph_passes import simplify
 from deepseek_triton.build.ort_functions import (
     CONTRIB_DOMAIN,
     CONTRIB_VERSION,
-    ort_functions,
+    cpu_functions,
+    cuda_functions,
 )
 from deepseek_triton.build.ort_int4 import ACCURACY_LEVELS, Int4Rewriter
 from deepseek_triton.build.ort_precision import widen
@@ -37,20 +46,45 @@ from deepseek_triton.errors import BuildError
 from deepseek_triton.export.functions import DOMAIN
 from deepseek_triton.export.portable import DRAFT_FILE
 
-INT64 = onnx.TensorProto.INT64
+INT64, FLOAT = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
 _LAST = "last"  # the portable node that picks one hidden row for each row of the batch
 _REPLACED_INPUTS = ("context_lens", "last_token")
 # Naming every expert has all of them read from memory, which tokens from this many times the rows
 # it takes do by themselves.
 _REPEAT_BELOW = 4
+NUM_BEST = 8
+"""Tokens of a row that CUDA gives apart. The runner takes the lowest id of those that tie for the
+first place, and hardly ever are there more."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a provider's kernels want."""
+
+    calls: Mapping[str, Callable[[onnx.GraphProto, onnx.NodeProto], None]]  # by portable operator
+    functions: Callable[[int], Mapping[str, onnx.FunctionProto]]  # given the number of heads
+    finish: Callable[[onnx.GraphProto], None]  # mutates the rewritten graph
 
 
 def build(model_path: Path, int4_accuracy_level: int = ACCURACY_LEVELS[0]) -> None:
-    """Rewrite the portable model at `model_path`, and its draft if there is one, in place.
+    """Rewrite the portable model at `model_path`, and its draft if there is one, for the CPU.
 
-    Raises:
+    Mutates the folder. Raises:
         BuildError: the model is not a portable one.
     """
+    _build(model_path, CPU, int4_accuracy_level)
+
+
+def build_cuda(model_path: Path) -> None:
+    """Rewrite the portable model at `model_path` for CUDA; mutates its folder.
+
+    Raises:
+        BuildError: the model is not a portable one, or has INT4 experts and computes in float32.
+    """
+    _build(model_path, CUDA, None)
+
+
+def _build(model_path: Path, form: Form, int4_accuracy_level: int | None) -> None:
     int4 = Int4Rewriter(model_path.parent, int4_accuracy_level)
     models = []
     for path in (model_path, model_path.with_name(DRAFT_FILE)):
@@ -59,16 +93,17 @@ def build(model_path: Path, int4_accuracy_level: int = ACCURACY_LEVELS[0]) -> No
         model = onnx.load_model(path, load_external_data=False)
         models.append(model)
         int4.rewrite(model.graph)
-        rewrite(model)
+        rewrite(model, form)
         # ONNX Runtime would inline the functions itself, but 1.23, the last for Python 3.10, checks
         # shapes before that and finds none.
         inlined = onnx.inliner.inline_local_functions(model)
+        _type_contrib_outputs(inlined.graph)
         simplify(inlined)
         onnx.save_model(inlined, path)
     int4.trim(model.graph for model in models)
 
 
-def rewrite(model: onnx.ModelProto) -> None:
+def rewrite(model: onnx.ModelProto, form: Form) -> None:
     """Turn the portable `model` into the in-place form; mutates it."""
     graph = model.graph
     missing = set(_REPLACED_INPUTS) - {value.name for value in graph.input}
@@ -77,18 +112,32 @@ def rewrite(model: onnx.ModelProto) -> None:
     _take_logit_rows(graph)
     num_heads = max(_size(n, "num_heads") for n in graph.node if n.op_type in _ATTENTION)
     for node in list(graph.node):
-        if node.domain == DOMAIN and node.op_type in _REWRITES:
-            _REWRITES[node.op_type](graph, node)
+        if node.domain == DOMAIN and node.op_type in form.calls:
+            form.calls[node.op_type](graph, node)
     _drop_unused(graph)
     inputs = [value for value in graph.input if value.name not in _REPLACED_INPUTS]
     inputs += [
-        helper.make_tensor_value_info("slot_mapping", INT64, ("T", 2)),
+        helper.make_tensor_value_info("slot_mapping", INT64, ("slots", 2)),
         helper.make_tensor_value_info("logit_rows", INT64, ("R",)),
     ]
     _replace(graph.input, inputs)
-    _replace_functions(model, num_heads)
+    form.finish(graph)
+    _replace_functions(model, form.functions(num_heads))
     model.opset_import.add(domain=CONTRIB_DOMAIN, version=CONTRIB_VERSION)
-    widen(graph)
+
+
+def _type_contrib_outputs(graph: onnx.GraphProto) -> None:
+    """Say what ONNX cannot infer: the runtime's own operators give the model's type, as pools have.
+
+    Else Casts of their outputs to the type that they have would stay.
+    """
+    pool = next(value for value in graph.input if "_pool." in value.name)
+    kind = pool.type.tensor_type.elem_type
+    given = {value.name for value in graph.output}
+    outputs = [n for node in graph.node if node.domain == CONTRIB_DOMAIN for n in node.output]
+    graph.value_info.extend(
+        helper.make_tensor_value_info(name, kind, None) for name in outputs if name not in given
+    )
 
 
 def _take_logit_rows(graph: onnx.GraphProto) -> None:
@@ -108,12 +157,16 @@ def _mask(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
 
 
 def _latent_attention(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
-    q, kv_a, kv_norm, w_uk, w_uv, cos, sin, turn, pool, block_tables, mask = node.input
-    by_head = [*_split_by_head(graph, w_uk), *_split_by_head(graph, w_uv)]
-    step = (cos, sin, turn, pool, block_tables, mask, "slot_mapping")
     node.op_type = "LatentAttentionInPlace"
+    node.input.append("slot_mapping")
+    _return_pool(graph, node, 1, node.input[8])
+
+
+def _latent_attention_by_head(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
+    _latent_attention(graph, node)
+    q, kv_a, kv_norm, w_uk, w_uv, *step = node.input
+    by_head = [*_split_by_head(graph, w_uk), *_split_by_head(graph, w_uv)]
     _replace(node.input, [q, kv_a, kv_norm, *by_head, *step])
-    _return_pool(graph, node, 1, pool)
 
 
 def _grouped_query_attention(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
@@ -121,6 +174,25 @@ def _grouped_query_attention(graph: onnx.GraphProto, node: onnx.NodeProto) -> No
     node.input.append("slot_mapping")
     for index, pool in enumerate(node.input[6:8], start=1):
         _return_pool(graph, node, index, pool)
+
+
+def _with_blank_rows(
+    attention: Callable[[onnx.GraphProto, onnx.NodeProto], None],
+) -> Callable[[onnx.GraphProto, onnx.NodeProto], None]:
+    """Let the rewritten call also clear slots; every layer shares the blank rows."""
+
+    def rewritten(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
+        attention(graph, node)
+        node.input[list(node.input).index("slot_mapping")] = "pool_index"
+        node.input.append("blank_rows")
+        if graph.node[0].op_type != "BlankRows":
+            pool = next(name for name in node.input if "_pool." in name)
+            inputs = ["input_ids", "slot_mapping", pool]
+            outputs = ["blank_rows", "pool_index"]
+            blank = helper.make_node("BlankRows", inputs, outputs, name="blank_rows", domain=DOMAIN)
+            graph.node.insert(0, blank)
+
+    return rewritten
 
 
 def _return_pool(graph: onnx.GraphProto, node: onnx.NodeProto, index: int, pool: str) -> None:
@@ -157,6 +229,10 @@ def _split_by_head(graph: onnx.GraphProto, name: str) -> list[str]:
     return names
 
 
+def _sparse_experts(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
+    node.op_type = "ExpertsSparse"
+
+
 def _experts(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
     top_k = _size(node, "top_k")
     node.op_type = "ExpertsSparse"
@@ -185,11 +261,50 @@ def _extra_rows(graph: onnx.GraphProto, num_experts: int, top_k: int) -> list[st
     return outputs
 
 
-_ATTENTION = {
-    "LatentAttention": _latent_attention,
-    "GroupedQueryAttention": _grouped_query_attention,
-}
-_REWRITES = {"AttentionMask": _mask, **_ATTENTION, "Experts": _experts}
+def _give_best(graph: onnx.GraphProto) -> None:
+    """Widen the logits, and give the likeliest tokens of each row as well: see BestTokens.
+
+    A greedy step then reads a few numbers a row from the device, not the whole vocabulary.
+    """
+    narrow, wide = "logits.narrow", "logits"
+    producer = next(node for node in graph.node if wide in node.output)
+    _replace(producer.output, [narrow if name == wide else name for name in producer.output])
+    logits = next(value for value in graph.output if value.name == wide)
+    logits.type.tensor_type.elem_type = FLOAT
+    count = min(NUM_BEST, logits.type.tensor_type.shape.dim[1].dim_value)
+    outputs = {"best_logits": (FLOAT, count), "best_ids": (INT64, count), "best_totals": (FLOAT, 1)}
+    cast = helper.make_node("Cast", [narrow], [wide], name=wide, to=FLOAT)
+    best = helper.make_node(
+        "BestTokens", [wide], list(outputs), name="best", domain=DOMAIN, count=[count]
+    )
+    graph.node.extend([cast, best])
+    graph.output.extend(
+        helper.make_tensor_value_info(name, kind, ("R", columns))
+        for name, (kind, columns) in outputs.items()
+    )
+
+
+_ATTENTION = ("LatentAttention", "GroupedQueryAttention")
+CPU = Form(
+    {
+        "AttentionMask": _mask,
+        "LatentAttention": _latent_attention_by_head,
+        "GroupedQueryAttention": _grouped_query_attention,
+        "Experts": _experts,
+    },
+    cpu_functions,
+    widen,
+)
+CUDA = Form(
+    {
+        "AttentionMask": _mask,
+        "LatentAttention": _with_blank_rows(_latent_attention),
+        "GroupedQueryAttention": _with_blank_rows(_grouped_query_attention),
+        "Experts": _sparse_experts,
+    },
+    lambda num_heads: cuda_functions(),
+    _give_best,
+)
 
 
 def _size(node: onnx.NodeProto, name: str) -> int:
@@ -210,9 +325,9 @@ def _drop_unused(graph: onnx.GraphProto) -> None:
     _replace(graph.initializer, [t for t in graph.initializer if t.name in needed])
 
 
-def _replace_functions(model: onnx.ModelProto, num_heads: int) -> None:
+def _replace_functions(model: onnx.ModelProto, ours: Mapping[str, onnx.FunctionProto]) -> None:
     """Keep the functions that are called, directly or through each other, ours before portable."""
-    library = {f.name: f for f in model.functions} | dict(ort_functions(num_heads))
+    library = {f.name: f for f in model.functions} | dict(ours)
     found: dict[str, onnx.FunctionProto] = {}
     pending = list(model.graph.node)
     while pending:

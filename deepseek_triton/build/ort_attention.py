@@ -1,4 +1,13 @@
-"""Attention for ONNX Runtime's CPU kernels: new rows are written into the pools in place."""
+"""Attention for ONNX Runtime's kernels: new rows are written into the pools in place.
+
+The CPU's kernels and CUDA's share the bodies but for two steps:
+
+    step                        CPU                        CUDA
+    to and from the latent      a product for each head    one batched product
+    rows for ScatterND          the new ones               blank ones as well, which clear slots
+
+Casts around the softmax are for CUDA: the CPU computes in float32 alone, and drops them.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +51,13 @@ ByHead (x, $weights) => (y) {
 LATENT_IN_PLACE = Template("""
 # LatentAttention that writes its new rows into the pool and then attends to cached rows alone.
 # kv_pool and pool are bound to one buffer.
-#   H weights w_uk [nope, rank], H weights w_uv [rank, v],
 #   slot_mapping [T, 2] int64 (block, offset) of each new row, mask [B, S, 1, M·block_size] float32;
+#   $differences
 #   the rest as LatentAttention → o [T, H·v], pool [N, block_size, W]
 LatentAttentionInPlace
     <num_heads, qk_head_dims, latent_dims, v_head_dim, scale, epsilon, rotary_interleaved>
-    (q, kv_a, kv_norm, $w_uk, $w_uv, cos, sin, turn, kv_pool, block_tables, mask, slot_mapping)
-    => (o, pool)
+    (q, kv_a, kv_norm, $w_uk, $w_uv, cos, sin, turn, kv_pool, block_tables, mask,
+     slot_mapping$blank) => (o, pool)
 {
     heads = Constant <value_ints: ints = @num_heads> ()
     qk_sizes = Constant <value_ints: ints = @qk_head_dims> ()
@@ -68,15 +77,13 @@ LatentAttentionInPlace
     k_rotated = deepseek.Rotary (k_head, cos, sin, turn)
     k_flat = Reshape (k_rotated, flat)
     kv_rows = Concat <axis = -1> (latent_normed, k_flat)
-    pool = ScatterND (kv_pool, slot_mapping, kv_rows)
+    $write
 
     # Queries [B, S·H, W] in the latent space.
     q_shape = Concat <axis = 0> (copy, heads, rest)
     q_heads = Reshape (q, q_shape)
     q_nope, q_rope = Split <axis = -1> (q_heads, qk_sizes)
-    q_nope_flat = Reshape (q_nope, flat)
-    q_latent_flat = deepseek.ByHead (q_nope_flat, $w_uk)
-    q_latent = Reshape (q_latent_flat, q_shape)
+    $to_latent
     q_rotated = deepseek.Rotary (q_rope, cos, sin, turn)
     q_rows = Concat <axis = -1> (q_latent, q_rotated)
     query = Reshape (q_rows, by_row)
@@ -93,30 +100,27 @@ LatentAttentionInPlace
     split_heads = Concat <axis = 0> (copy, tokens, heads, rest)
     join_heads = Concat <axis = 0> (copy, rest, keys)
     scores_4d = Reshape (scores, split_heads)
-    masked = Add (scores_4d, mask)
+    scores_float = Cast <to = 1> (scores_4d)
+    masked = Add (scores_float, mask)
     softmax = Softmax <axis = -1> (masked)
-    weights = Reshape (softmax, join_heads)
+    shares = CastLike (softmax, q)
+    weights = Reshape (shares, join_heads)
     sum = MatMul (weights, cached)
     latent_sum, unused_rope = Split <axis = -1> (sum, latent_sizes)
 
     # Back from the latent space: [T, H·rank] → [T, H·v].
-    query_tokens = Shape <start = 0, end = 1> (q)
-    by_token = Concat <axis = 0> (query_tokens, rest)
-    latent_flat = Reshape (latent_sum, by_token)
-    o = deepseek.ByHead (latent_flat, $w_uv)
+    $from_latent
 }
 """)
 
-# The products have a factor other than 1, and the values' is taken back by the sum: with a factor
-# of 1, MLAS sums a single row in another order than the same row among others, and with one head a
-# group and one token a row there is a single one.
-GROUPED_QUERY_IN_PLACE = """
+GROUPED_QUERY_IN_PLACE = Template("""
 # GroupedQueryAttention that writes its new rows into the pools and then attends to cached rows
 # alone. k_pool and k_pool_out are bound to one buffer, v_pool and v_pool_out to another.
 #   slot_mapping [T, 2] int64 (block, offset) of each new row, mask [B, S, 1, M·block_size] float32;
+#   $differences
 #   the rest as GroupedQueryAttention → o [T, H·d], k_pool_out, v_pool_out [N, block_size, G·d]
 GroupedQueryAttentionInPlace <num_heads, num_kv_heads, head_dim, scale, rotary_interleaved>
-    (q, k, v, cos, sin, turn, k_pool, v_pool, block_tables, mask, slot_mapping)
+    (q, k, v, cos, sin, turn, k_pool, v_pool, block_tables, mask, slot_mapping$blank)
     => (o, k_pool_out, v_pool_out)
 {
     heads = Constant <value_ints: ints = @num_heads> ()
@@ -134,8 +138,7 @@ GroupedQueryAttentionInPlace <num_heads, num_kv_heads, head_dim, scale, rotary_i
     k_heads = Reshape (k, k_shape)
     k_rotated = deepseek.Rotary (k_heads, cos, sin, turn)
     k_rows = Reshape (k_rotated, flat)
-    k_pool_out = ScatterND (k_pool, slot_mapping, k_rows)
-    v_pool_out = ScatterND (v_pool, slot_mapping, v)
+    $write
 
     # Queries [B, G, S·R, d].
     q_shape = Concat <axis = 0> (copy, heads, dim)
@@ -162,12 +165,13 @@ GroupedQueryAttentionInPlace <num_heads, num_kv_heads, head_dim, scale, rotary_i
     scores_5d = Reshape (scores, split_tokens)
     one = Constant <value_ints = [1]> ()
     mask_5d = Unsqueeze (mask, one)
-    masked = Add (scores_5d, mask_5d)
+    scores_float = Cast <to = 1> (scores_5d)
+    masked = Add (scores_float, mask_5d)
     softmax = Softmax <axis = -1> (masked)
+    shares = CastLike (softmax, q)
     join_tokens = Concat <axis = 0> (batch, groups, rest, keys)
-    weights = Reshape (softmax, join_tokens)
-    half = com.microsoft.FusedMatMul <alpha = 0.5> (weights, v_groups)
-    sum = Add (half, half)
+    weights = Reshape (shares, join_tokens)
+    $values
 
     # [B, G, S·R, d] → [T, H·d].
     sum_shape = Concat <axis = 0> (batch, groups, tokens, rest)
@@ -177,12 +181,92 @@ GroupedQueryAttentionInPlace <num_heads, num_kv_heads, head_dim, scale, rotary_i
     o_shape = Concat <axis = 0> (rest, width)
     o = Reshape (sum_tokens, o_shape)
 }
+""")
+
+_TO_LATENT_BY_HEAD = Template("""
+    q_nope_flat = Reshape (q_nope, flat)
+    q_latent_flat = deepseek.ByHead (q_nope_flat, $w_uk)
+    q_latent = Reshape (q_latent_flat, q_shape)
+""")
+_FROM_LATENT_BY_HEAD = Template("""
+    query_tokens = Shape <start = 0, end = 1> (q)
+    by_token = Concat <axis = 0> (query_tokens, rest)
+    latent_flat = Reshape (latent_sum, by_token)
+    o = deepseek.ByHead (latent_flat, $w_uv)
+""")
+_TO_LATENT = """
+    q_nope_by_head = Transpose <perm = [1, 0, 2]> (q_nope)
+    q_latent_by_head = MatMul (q_nope_by_head, w_uk)
+    q_latent = Transpose <perm = [1, 0, 2]> (q_latent_by_head)
+"""
+_FROM_LATENT = """
+    latent_shape = Concat <axis = 0> (rest, heads, copy)
+    latent_heads = Reshape (latent_sum, latent_shape)
+    latent_by_head = Transpose <perm = [1, 0, 2]> (latent_heads)
+    o_by_head = MatMul (latent_by_head, w_uv)
+    o_heads = Transpose <perm = [1, 0, 2]> (o_by_head)
+    o = Reshape (o_heads, flat)
+"""
+# The products have a factor other than 1, and the values' is taken back by the sum: with a factor
+# of 1, MLAS sums a single row in another order than the same row among others, and with one head a
+# group and one token a row there is a single one.
+_VALUES_BY_HALVES = """
+    half = com.microsoft.FusedMatMul <alpha = 0.5> (weights, v_groups)
+    sum = Add (half, half)
 """
 
 
-def attention_texts(num_heads: int) -> tuple[str, ...]:
-    """Return the functions of attention for a model with `num_heads` heads."""
-    return (MASK_IN_PLACE, _by_head(num_heads), _latent(num_heads), GROUPED_QUERY_IN_PLACE)
+def cpu_attention(num_heads: int) -> tuple[str, ...]:
+    """Return the functions of attention on the CPU for a model with `num_heads` heads."""
+    w_uk, w_uv = _names("w_uk", num_heads), _names("w_uv", num_heads)
+    latent = LATENT_IN_PLACE.substitute(
+        differences="H weights w_uk [nope, rank], H weights w_uv [rank, v];",
+        w_uk=w_uk,
+        w_uv=w_uv,
+        blank="",
+        write="pool = ScatterND (kv_pool, slot_mapping, kv_rows)",
+        to_latent=_TO_LATENT_BY_HEAD.substitute(w_uk=w_uk),
+        from_latent=_FROM_LATENT_BY_HEAD.substitute(w_uv=w_uv),
+    )
+    grouped = GROUPED_QUERY_IN_PLACE.substitute(
+        differences="all else float32;",
+        blank="",
+        write="""
+    k_pool_out = ScatterND (k_pool, slot_mapping, k_rows)
+    v_pool_out = ScatterND (v_pool, slot_mapping, v)
+""",
+        values=_VALUES_BY_HALVES,
+    )
+    return (MASK_IN_PLACE, _by_head(num_heads), latent, grouped)
+
+
+def cuda_attention() -> tuple[str, ...]:
+    """Return the functions of attention on CUDA, for any number of heads and any precision."""
+    blank = "on CUDA [T + Z, W, 3], of each number; blank [Z, W] zeros for the last Z slots;"
+    latent = LATENT_IN_PLACE.substitute(
+        differences=blank,
+        w_uk="w_uk",
+        w_uv="w_uv",
+        blank=", blank",
+        write="""
+    all_rows = Concat <axis = 0> (kv_rows, blank)
+    pool = ScatterND (kv_pool, slot_mapping, all_rows)
+""",
+        to_latent=_TO_LATENT,
+        from_latent=_FROM_LATENT,
+    )
+    grouped = GROUPED_QUERY_IN_PLACE.substitute(
+        differences=blank,
+        blank=", blank",
+        write="""
+    all_k_rows = Concat <axis = 0> (k_rows, blank)
+    all_v_rows = Concat <axis = 0> (v, blank)
+    k_pool_out = ScatterND (k_pool, slot_mapping, all_k_rows)
+    v_pool_out = ScatterND (v_pool, slot_mapping, all_v_rows)
+""",
+        values="sum = MatMul (weights, v_groups)",
+    )
+    return (MASK_IN_PLACE, latent, grouped)
 
 
 def _names(prefix: str, count: int) -> str:
@@ -197,10 +281,4 @@ def _by_head(num_heads: int) -> str:
         parts=_names("part", num_heads),
         products="\n    ".join(products),
         results=_names("result", num_heads),
-    )
-
-
-def _latent(num_heads: int) -> str:
-    return LATENT_IN_PLACE.substitute(
-        w_uk=_names("w_uk", num_heads), w_uv=_names("w_uv", num_heads)
     )

@@ -1,4 +1,4 @@
-"""INT4 weights for ONNX Runtime's CPU kernels.
+"""INT4 weights for ONNX Runtime's kernels.
 
     portable                          rewritten
     LinearInt4                        com.microsoft::MatMulNBits
@@ -7,11 +7,15 @@
     groups of 64, 128                 groups of 32 with equal scales (level 4)
     logits: Linear                    MatMulNBits with 8 bits (level 4)
 
-The accuracy level is the kernels' own: 0 multiplies in float32; 4 rounds each 32 inputs of a row to
-8 bits first, which is several times faster. At level 4 a token's numbers do not depend on its
-company, to the last bit, with groups of 32 alone: the kernels for larger ones compute an odd row in
-another way. Smaller groups of activations are also the more accurate. The output layer is then the
-largest weight of a step, and 8 bits a group of 32 change it less than rounding its inputs does.
+On CUDA groups, scales and the output layer stay as they are: there is no accuracy level, and
+activations keep the model's half precision.
+
+The accuracy level is the CPU kernels' own: 0 multiplies in float32; 4 rounds each 32 inputs of a
+row to 8 bits first, which is several times faster. At level 4 a token's numbers do not depend on
+its company, to the last bit, with groups of 32 alone: the kernels for larger ones compute an odd
+row in another way. Smaller groups of activations are also the more accurate. The output layer is
+then the largest weight of a step, and 8 bits a group of 32 change it less than rounding its inputs
+does.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from onnx import helper
 
 from deepseek_triton.build.graph_passes import replace
 from deepseek_triton.build.stored_weights import CHUNK_BYTES, StoredWeights
+from deepseek_triton.errors import BuildError
 from deepseek_triton.export.functions import DOMAIN
 from deepseek_triton.quantize.int4 import pack_nibbles, unpack_nibbles
 
@@ -44,47 +49,12 @@ _HEAD_LEVELS = 127  # of the 8-bit output layer, on either side of 0
 _CONTRIB = "com.microsoft"
 _UINT8, _FLOAT = onnx.TensorProto.UINT8, onnx.TensorProto.FLOAT
 
-EXPERTS_INT4_SPARSE = """
-# ExpertsInt4 through ONNX Runtime's kernel. A row of it is a token with one of its experts, so the
-# sum over a token's experts is taken in their order, whatever other tokens there are.
-#   gate_up UINT8 [E, 2·F, D/2], down UINT8 [E, D, F/2], zero points UINT8 [E, …, ceil(G/2)] or
-#   absent; the rest as ExpertsInt4 → y [T, D]
-ExpertsInt4Sparse <num_experts, top_k, block_size, accuracy_level>
-    (x, expert_ids, expert_weights, gate_up, gate_up_scales, gate_up_zeros,
-     down, down_scales, down_zeros) => (y)
-{
-    one = Constant <value_ints = [1]> ()
-    last = Constant <value_ints = [-1]> ()
-    k = Constant <value_ints: ints = @top_k> ()
-    width = Shape <start = 1, end = 2> (x)
-    x_3d = Unsqueeze (x, one)
-    repeats = Concat <axis = 0> (one, k, one)
-    x_by_expert = Tile (x_3d, repeats)
-    rows_shape = Concat <axis = 0> (last, width)
-    rows = Reshape (x_by_expert, rows_shape)
-    ids = Reshape (expert_ids, last)
-    experts = Constant <value_ints: ints = @num_experts> ()
-    off_on = Constant <value_floats = [0.0, 1.0]> ()
-    chosen = OneHot <axis = -1> (ids, experts, off_on)
-    outputs = com.microsoft.QMoE <
-        k = 1, normalize_routing_weights = 0, activation_type = "swiglu", swiglu_fusion = 1,
-        activation_alpha = 1.0, activation_beta = 0.0, expert_weight_bits = 4,
-        block_size: int = @block_size, accuracy_level: int = @accuracy_level
-    > (rows, chosen, gate_up, gate_up_scales, , down, down_scales, , , , ,
-       gate_up_zeros, down_zeros, , chosen)
-    by_token = Concat <axis = 0> (last, k, width)
-    outputs_3d = Reshape (outputs, by_token)
-    weights = Unsqueeze (expert_weights, last)
-    weighted = Mul (outputs_3d, weights)
-    y = ReduceSum <keepdims = 0> (weighted, one)
-}
-"""
-
 
 class Int4Rewriter:
     """Rewrites the models of one folder; what they share is rearranged once."""
 
-    def __init__(self, folder: Path, accuracy_level: int) -> None:
+    def __init__(self, folder: Path, accuracy_level: int | None) -> None:
+        """Rewrite for the CPU at an accuracy level, or for CUDA, which has none."""
         self._folder, self._level = folder, accuracy_level
         self._done: dict[str, onnx.TensorProto] = {}
         self._rewritten = False
@@ -101,6 +71,8 @@ class Int4Rewriter:
         self._rewritten = True
         if self._level == _FAST:
             calls += [node for node in graph.node if _is_head(node)]
+        if self._level is None:
+            _check_cuda(graph, calls)
         weights = _Weights(graph, self._folder, self._done)
         try:
             for node in calls:
@@ -151,7 +123,9 @@ class Int4Rewriter:
             inputs[place : place + 3] = weights.for_kernels(
                 inputs[place : place + 3], group_size, block_size, symmetric
             )
-        attributes |= {"block_size": block_size, "accuracy_level": self._level}
+        attributes["block_size"] = block_size
+        if self._level is not None:
+            attributes["accuracy_level"] = self._level
         while not inputs[-1]:
             inputs.pop()
         node.CopyFrom(
@@ -163,6 +137,17 @@ class Int4Rewriter:
 
 _CALLS = {"LinearInt4": 1, "ExpertsInt4": 3}
 """Where the first codes, scales and zero points are among a call's inputs."""
+
+
+def _check_cuda(graph: onnx.GraphProto, calls: Iterable[onnx.NodeProto]) -> None:
+    """Raise BuildError for what CUDA's kernels do not compute."""
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in calls:
+        if node.op_type == "ExpertsInt4" and types[node.input[4]] == _FLOAT:
+            raise BuildError(
+                f"{node.name}: ONNX Runtime's CUDA provider has no kernel for INT4 experts in "
+                "fp32; build with PRECISION=fp16 or bf16, or with PROVIDER=cpu"
+            )
 
 
 def _is_head(node: onnx.NodeProto) -> bool:

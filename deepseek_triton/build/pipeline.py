@@ -54,20 +54,19 @@ def build_engine(
     timing_cache: Path | None = None,
     parallel: Parallel | None = None,
     int4_accuracy_level: int | None = None,
+    provider: str | None = None,
 ) -> Manifest:
     """Build the engine directory `engine_dir` from a Hugging Face checkpoint; return its manifest.
 
     `draft` adds the checkpoint's multi-token-prediction layer, for speculative decoding. `limits`
     and `timing_cache` (a file that is read, if there, and written) are for targets that compile,
-    `parallel` for tensorrt_llm, `int4_accuracy_level` (4 or 0) for onnxruntime.
-
-    Memory stays near the largest tensor. An engine directory that exists is replaced at the end.
+    `parallel` for tensorrt_llm, `int4_accuracy_level` (4 or 0) and `provider` (cpu or cuda) for
+    onnxruntime. Memory stays near the largest tensor; an engine that exists is replaced at the end.
 
     Raises CheckpointError for a checkpoint that cannot be read or is not supported, ConfigError for
-    an option that is unknown, out of range or not for this target, BuildError when `engine_dir`
-    cannot be written.
+    an option that is unknown or not for this target, BuildError if `engine_dir` cannot be written.
     """
-    builder = find_target(target, precision)
+    builder = find_target(target, precision, provider)
     block_size = _check_options(builder, target, block_size, draft, parallel)
     spec, reader = _open_checkpoint(Path(checkpoint_dir), draft)
     limits = _limits(target, builder, spec, limits, timing_cache)
@@ -98,6 +97,7 @@ def build_engine(
             files=describe_files(folder),
             limits=limits,
             int4_accuracy_level=level,
+            provider=builder.provider,
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     logger.info("built %s for %s, %s", engine_dir, target, precision)
@@ -113,12 +113,13 @@ def is_current(
     block_size: int | None = None,
     draft: bool = False,
     limits: CallLimits | None = None,
+    provider: str | None = None,
 ) -> bool:
     """Whether `engine_dir` is what build_engine would make again with these arguments.
 
     Contents of the engine's files are not verified (load_engine_dir does that).
     """
-    builder = find_target(target, precision)
+    builder = find_target(target, precision, provider)
     try:
         manifest = load_engine_dir(engine_dir, target=target, verify_contents=False).manifest
     except EngineMismatchError:
@@ -127,6 +128,7 @@ def is_current(
         manifest.precision == precision
         and manifest.kv_cache.block_size == (block_size or builder.block_size)
         and (manifest.draft_file is not None) == draft
+        and (manifest.provider or find_target(target, precision).provider) == builder.provider
         and manifest.limits == _limits(target, builder, manifest.model, limits, None)
         and manifest.int4_accuracy_level in (None, *builder.int4_accuracy_levels[:1])
         and manifest.versions == builder.versions()
@@ -158,10 +160,14 @@ def _check_options(
     if not 1 <= block_size <= 1024:
         raise ConfigError(f"block_size: {block_size} is not in 1 ... 1024")
     if draft and not target.drafts:
-        raise ConfigError(f"DRAFT: {name} cannot use a draft model; leave it out")
+        raise ConfigError(f"DRAFT: {_label(target, name)} cannot use a draft model; leave it out")
     if parallel not in (None, Parallel()) and target.write is None:
         raise ConfigError(f"TP, PP, EP: {name} runs on one device; leave them out")
     return block_size
+
+
+def _label(target: Target, name: str) -> str:
+    return f"{name} with PROVIDER=cuda" if target.provider == "cuda" else name
 
 
 def _open_checkpoint(folder: Path, draft: bool) -> tuple[ModelSpec, CheckpointReader]:
@@ -224,7 +230,7 @@ def _int4_accuracy_level(
     levels = target.int4_accuracy_levels
     if level is not None and level not in levels:
         choice = f"choose {' or '.join(map(str, levels))}" if levels else "leave it out"
-        raise ConfigError(f"INT4_ACCURACY: {name} has no level {level}; {choice}")
+        raise ConfigError(f"INT4_ACCURACY: {_label(target, name)} has no level {level}; {choice}")
     if not levels or reader.int4_group_size() is None:
         return None
     return levels[0] if level is None else level

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from deepseek_triton.build import cuda, onnxruntime, ort_int4, tensorrt, tensorrt_llm
 from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.errors import ConfigError
+
+ONNXRUNTIME_GPU = "1.31.1"
+"""The release of onnxruntime-gpu that engines for CUDA are built for, whatever is installed."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Target:
     compile: Callable[[Path, CallLimits, Path | None], Path] | None = None
     runtime_version: Callable[[], str] | None = None  # for a runtime that may be missing
     int4_accuracy_levels: tuple[int, ...] = ()  # that can be chosen, the default first
+    provider: str | None = None  # of ONNX Runtime
     # Writes the engine from the checkpoint itself; then there is no portable model.
     write: Callable[..., Path] | None = None
 
@@ -43,6 +47,21 @@ class Target:
         return versions | {self.runtime: find()}
 
 
+def _onnxruntime_version() -> str:
+    """Return the version of the wheel that is installed; both have the CPU provider."""
+    try:
+        return version("onnxruntime")
+    except PackageNotFoundError:
+        return version("onnxruntime-gpu")
+
+
+_ONNXRUNTIME_CUDA = Target(
+    ("fp32", "fp16", "bf16"),
+    "onnxruntime-gpu",
+    onnxruntime.build_cuda,
+    runtime_version=lambda: ONNXRUNTIME_GPU,
+    provider="cuda",
+)
 TARGETS = {
     "onnxruntime": Target(
         ("fp32", "fp16", "bf16"),
@@ -50,7 +69,9 @@ TARGETS = {
         onnxruntime.build,
         drafts=True,
         kv_precision="fp32",
+        runtime_version=_onnxruntime_version,
         int4_accuracy_levels=ort_int4.ACCURACY_LEVELS,
+        provider="cpu",
     ),
     # The engine is the portable model itself: no version of PyTorch shapes it.
     "cuda": Target(("fp32", "fp16", "bf16"), "onnx", cuda.build, block_size=cuda.BLOCK_SIZE),
@@ -74,8 +95,10 @@ TARGETS = {
 }
 
 
-def find_target(name: str, precision: str) -> Target:
+def find_target(name: str, precision: str, provider: str | None = None) -> Target:
     """Return the target `name` after checking that it runs `precision` and can be built here.
+
+    `provider` is ONNX Runtime's, None the default one.
 
     Raises:
         ConfigError: it does not exist (the message lists what does), or what builds it is missing.
@@ -83,6 +106,13 @@ def find_target(name: str, precision: str) -> Target:
     if name not in TARGETS:
         raise ConfigError(f"TARGET: {name!r} is unknown; choose one of {', '.join(TARGETS)}")
     target = TARGETS[name]
+    choices = [target, _ONNXRUNTIME_CUDA] if target.provider else []
+    if provider is not None:
+        names = [str(choice.provider) for choice in choices]
+        if provider not in names:
+            way_out = f"choose {' or '.join(names)}" if names else "leave it out"
+            raise ConfigError(f"PROVIDER: {name} has no provider {provider!r}; {way_out}")
+        target = choices[names.index(provider)]
     if precision not in target.precisions:
         raise ConfigError(
             f"PRECISION: {precision!r} is not available for {name}; "

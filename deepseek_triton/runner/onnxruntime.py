@@ -246,6 +246,10 @@ def _check_runtime(engine: EngineDir) -> None:
         raise EngineMismatchError(
             mismatch(engine.path, f"built for {manifest.target!r}, not for {TARGET!r}")
         )
+    if manifest.provider == "cuda":
+        raise EngineMismatchError(
+            mismatch(engine.path, "built for PROVIDER=cuda, not for the CPU provider")
+        )
     built, running = manifest.versions.get("onnxruntime", "none"), ort.__version__
     if built.split(".")[:2] != running.split(".")[:2]:
         raise EngineMismatchError(

@@ -1,4 +1,4 @@
-"""One model file in ONNX Runtime, with its KV pools written in place.
+"""One model file in ONNX Runtime on the CPU, with its KV pools written in place.
 
 The engine directory's models (build/onnxruntime.py) have these inputs; T = B · S:
 
@@ -14,7 +14,7 @@ and the output `logits` float [R, V]; with a draft beside it, the model also giv
 
 Nothing of one row reaches another through the cache: padding tokens write to a scratch block that
 is never read, block tables are padded with blocks of the same row, and a block is zeroed beyond
-the written part when a row begins it, so that what its last owner left, NaN included, is gone.
+the written part when a call begins it, so that what its last owner left, NaN included, is gone.
 Nor do shapes reach a row: its logits are the same to the last bit alone or in company, in one chunk
 or in many (build/ort_functions.py and ort_shapes.py say how).
 """
@@ -29,7 +29,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from deepseek_triton.kv_cache.spec import KVCacheSpec
-from deepseek_triton.runner.ort_plan import Piece, plan_calls
+from deepseek_triton.runner.ort_plan import CPU_COSTS, CallCosts, Piece, plan_calls
 from deepseek_triton.runner.ort_shapes import AttentionShape
 
 
@@ -51,6 +51,88 @@ class ModelShape:
     vocab_size: int
     hidden_size: int
     attention: AttentionShape
+
+
+Call = tuple[tuple[Piece, ...], list[int]]
+"""Pieces of the rows of a step, the longest first, and the tokens [R] whose logits are wanted."""
+
+
+def calls_of(
+    rows: Sequence[ModelRow], *, num_heads: int, costs: CallCosts
+) -> tuple[list[Call], list[list[int]]]:
+    """Return the calls of a step, and for each row where its logits are among those of all calls.
+
+    A call's token t of row i in the padded [B, S] has the number i · S + t.
+    """
+    places: list[list[int]] = [[] for _ in rows]
+    calls: list[Call] = []
+    begin = 0
+    for pieces in plan_calls(rows, num_heads=num_heads, costs=costs):
+        length = pieces[0].length  # the planner puts the longest first
+        logit_rows: list[int] = []
+        for i, piece in enumerate(pieces):
+            first = len(rows[piece.row].token_ids) - rows[piece.row].num_logits - piece.start
+            tokens = range(max(first, 0), piece.length)
+            place = begin + len(logit_rows)
+            places[piece.row] += range(place, place + len(tokens))
+            logit_rows += [i * length + token for token in tokens]
+        calls.append((pieces, logit_rows))
+        begin += len(logit_rows)
+    return calls, places
+
+
+def step_inputs(
+    rows: Sequence[ModelRow],
+    pieces: Sequence[Piece],
+    spec: KVCacheSpec,
+    *,
+    batch: int,
+    num_keys: int,
+    scratch: int,
+) -> dict[str, NDArray[np.generic]]:
+    """Return input_ids, positions, block_tables and slot_mapping of a call of `batch` rows.
+
+    There are `batch` − len(pieces) copies of the first piece, which write into the block `scratch`,
+    as padding does; block tables hold `num_keys` tokens.
+    """
+    block_size, count = spec.block_size, len(pieces)
+    length = pieces[0].length
+    input_ids = np.zeros((batch, length), np.int32)
+    tables = np.empty((batch, spec.blocks_for(num_keys)), np.int32)
+    for i, piece in enumerate(pieces):
+        row = rows[piece.row]
+        input_ids[i, : piece.length] = row.token_ids[piece.start : piece.start + piece.length]
+        used = spec.blocks_for(piece.num_keys)
+        tables[i, :used] = row.block_table[:used]
+        tables[i, used:] = row.block_table[0]
+    input_ids[count:], tables[count:] = input_ids[0], tables[0]
+    copied = [*pieces, *[pieces[0]] * (batch - count)]
+    lengths = np.array([p.length for p in copied])[:, None]
+    context_lens = np.array([p.context_len for p in copied])[:, None]
+    offsets = np.arange(length)
+    positions = np.where(offsets < lengths, context_lens + offsets, -1)
+    written = (positions >= 0) & (np.arange(batch) < count)[:, None]
+    blocks = np.take_along_axis(tables, np.maximum(positions, 0) // block_size, axis=1)
+    blocks = np.where(written, blocks, scratch)
+    slots = np.stack([blocks, positions % block_size], axis=-1).reshape(-1, 2)
+    return {
+        "input_ids": input_ids,
+        "positions": positions.astype(np.int32),
+        "block_tables": tables,
+        "slot_mapping": slots.astype(np.int64),
+    }
+
+
+def begun_blocks(
+    spec: KVCacheSpec, rows: Sequence[ModelRow], pieces: Sequence[Piece]
+) -> list[tuple[int, int]]:
+    """Return each block that a piece begins and does not fill, with how many slots it fills."""
+    begun = []
+    for piece in pieces:
+        last, used = divmod(piece.num_keys, spec.block_size)
+        if used and last * spec.block_size >= piece.context_len:
+            begun.append((int(rows[piece.row].block_table[last]), used))
+    return begun
 
 
 class PagedModel:
@@ -91,23 +173,14 @@ class PagedModel:
         wanted = sum(row.num_logits for row in rows)
         if wanted > len(self._logits):
             self._logits = np.empty((wanted, self._shape.vocab_size), np.float32)
-        self._clear_new_tails(rows)
-        places: list[list[int]] = [[] for _ in rows]
         hidden: list[NDArray[np.float32]] = []
         if self._gives_hidden:
             sizes = [(len(row.token_ids), self._shape.hidden_size) for row in rows]
             hidden = [np.empty(size, np.float32) for size in sizes]
+        num_heads = self._shape.attention.num_heads
+        calls, places = calls_of(rows, num_heads=num_heads, costs=CPU_COSTS)
         begin = 0
-        for pieces in plan_calls(rows, num_heads=self._shape.attention.num_heads):
-            length = pieces[0].length  # the planner puts the longest first
-            logit_rows: list[int] = []
-            for i, piece in enumerate(pieces):
-                first = len(rows[piece.row].token_ids) - rows[piece.row].num_logits - piece.start
-                tokens = range(max(first, 0), piece.length)
-                places[piece.row] += range(
-                    begin + len(logit_rows), begin + len(logit_rows) + len(tokens)
-                )
-                logit_rows += [i * length + token for token in tokens]
+        for pieces, logit_rows in calls:
             end = begin + len(logit_rows)
             given = self._call(rows, pieces, logit_rows, self._logits[begin:end])
             if given is not None:
@@ -133,6 +206,7 @@ class PagedModel:
         """Run one call; write `logits` [R, V]; return the hidden states [B, S, D] if there are."""
         if self._session is None:
             raise RuntimeError("the runner is closed")
+        self._clear_new_tails(rows, pieces)
         inputs = self._inputs(rows, pieces)
         inputs["logit_rows"] = np.array(logit_rows, np.int64)
         for name, array in inputs.items():
@@ -151,37 +225,15 @@ class PagedModel:
     def _inputs(
         self, rows: Sequence[ModelRow], pieces: tuple[Piece, ...]
     ) -> dict[str, NDArray[np.generic]]:
-        block_size, count = self._spec.block_size, len(pieces)
         length = pieces[0].length
         attention, num_threads = self._shape.attention, self._num_threads
-        batch = attention.padded_batch(count, length, num_threads)
+        batch = attention.padded_batch(len(pieces), length, num_threads)
         num_keys = max(attention.least_keys(batch, num_threads), *(p.num_keys for p in pieces))
-        input_ids = np.zeros((batch, length), np.int32)
-        tables = np.empty((batch, self._spec.blocks_for(num_keys)), np.int32)
-        for i, piece in enumerate(pieces):
-            row = rows[piece.row]
-            input_ids[i, : piece.length] = row.token_ids[piece.start : piece.start + piece.length]
-            used = self._spec.blocks_for(piece.num_keys)
-            tables[i, :used] = row.block_table[:used]
-            tables[i, used:] = row.block_table[0]
-        input_ids[count:], tables[count:] = input_ids[0], tables[0]
-        copied = [*pieces, *pieces[:1] * (batch - count)]
-        lengths = np.array([p.length for p in copied])[:, None]
-        context_lens = np.array([p.context_len for p in copied])[:, None]
-        offsets = np.arange(length)
-        positions = np.where(offsets < lengths, context_lens + offsets, -1)
-        # Padding and copies write into the scratch block.
-        written = (positions >= 0) & (np.arange(batch) < count)[:, None]
-        blocks = np.take_along_axis(tables, np.maximum(positions, 0) // block_size, axis=1)
-        blocks = np.where(written, blocks, self._scratch)
-        slots = np.stack([blocks, positions % block_size], axis=-1).reshape(-1, 2)
-        inputs: dict[str, NDArray[np.generic]] = {
-            "input_ids": input_ids,
-            "positions": positions.astype(np.int32),
-            "block_tables": tables,
-            "slot_mapping": slots.astype(np.int64),
-        }
+        inputs = step_inputs(
+            rows, pieces, self._spec, batch=batch, num_keys=num_keys, scratch=self._scratch
+        )
         if rows[0].hidden is not None:
+            copied = [*pieces, *pieces[:1] * (batch - len(pieces))]
             inputs["hidden"] = self._hidden(rows, copied, batch, length)
         return inputs
 
@@ -195,15 +247,9 @@ class PagedModel:
                 padded[i, : piece.length] = given[piece.start : piece.start + piece.length]
         return padded.reshape(batch * length, -1)
 
-    def _clear_new_tails(self, rows: Sequence[ModelRow]) -> None:
-        """Zero each block that a row begins in this step and does not fill."""
-        block_size = self._spec.block_size
-        begun = []
-        for row in rows:
-            end = row.context_len + len(row.token_ids)
-            last = (end - 1) // block_size
-            if last * block_size >= row.context_len and end % block_size:
-                begun.append(row.block_table[last])
+    def _clear_new_tails(self, rows: Sequence[ModelRow], pieces: Sequence[Piece]) -> None:
+        """Zero each block that a piece begins and does not fill."""
+        begun = [block for block, _ in begun_blocks(self._spec, rows, pieces)]
         if begun:
             for pool in self._pools:
                 pool[begun] = 0

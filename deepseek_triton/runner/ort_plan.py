@@ -10,7 +10,8 @@ token's linear layers:
 8: reading the weights, as decode is bound by memory. L · 4 / 1024: gathering L cached rows.
 L · S / 1024: scores and their product with the values. (Measured on two cores with the
 391M-parameter reference model; the ratios change little with the model.) Typically all decodes form
-one call, prompts of similar length share one, and a long prompt has its own.
+one call, prompts of similar length share one, and a long prompt has its own. On a GPU the fixed
+cost is that of hundreds of tokens (GPU_COSTS), and only very unlike rows are apart.
 """
 
 from __future__ import annotations
@@ -22,11 +23,22 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-_CALL_COST = 8.0
 _KEYS_PER_TOKEN = 1024.0
 _GATHER_COST = 4.0
-MAX_SCORES = 32 << 20
-"""Most attention scores (heads · B · S · L) of one layer in one call: 128 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class CallCosts:
+    """What a provider's calls cost."""
+
+    call: float  # of a call, in units of one token's linear layers
+    max_scores: int  # most attention scores (heads · B · S · L) of one layer in one call
+
+
+CPU_COSTS = CallCosts(8.0, 32 << 20)
+"""128 MiB of scores in float32."""
+GPU_COSTS = CallCosts(512.0, 256 << 20)
+"""Weights read at 4 TB/s take the time of some 500 tokens; 1 GiB of scores, and as much again."""
 
 
 class Row(Protocol):
@@ -57,16 +69,17 @@ class Piece:
 
 
 def plan_calls(
-    rows: Sequence[Row], *, num_heads: int, max_scores: int = MAX_SCORES
+    rows: Sequence[Row], *, num_heads: int, costs: CallCosts = CPU_COSTS
 ) -> list[tuple[Piece, ...]]:
     """Return the calls of a step in order; the pieces of a row are in different calls, in order.
 
-    A row is cut into pieces when its scores alone would exceed `max_scores`.
+    A row is cut into pieces when its scores alone would exceed `costs.max_scores`.
     """
+    max_pairs = costs.max_scores // num_heads
     calls: list[tuple[Piece, ...]] = []
-    pending = [_pieces(index, row, max_scores // num_heads) for index, row in enumerate(rows)]
+    pending = [_pieces(index, row, max_pairs) for index, row in enumerate(rows)]
     while heads := [piece for pieces in pending if (piece := next(pieces, None))]:
-        calls += _group(heads, max_scores // num_heads)
+        calls += _group(heads, max_pairs, costs.call)
     return calls
 
 
@@ -82,25 +95,26 @@ def _pieces(index: int, row: Row, max_pairs: int) -> Iterator[Piece]:
         start += length
 
 
-def _group(pieces: list[Piece], max_pairs: int) -> list[tuple[Piece, ...]]:
+def _group(pieces: list[Piece], max_pairs: int, call: float) -> list[tuple[Piece, ...]]:
     groups: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda p: (-p.length, -p.num_keys)):
-        if groups and _joins(groups[-1], piece, max_pairs):
+        if groups and _joins(groups[-1], piece, max_pairs, call):
             groups[-1].append(piece)
         else:
             groups.append([piece])
     return [tuple(group) for group in groups]
 
 
-def _joins(group: list[Piece], piece: Piece, max_pairs: int) -> bool:
+def _joins(group: list[Piece], piece: Piece, max_pairs: int, call: float) -> bool:
     longest = group[0].length
     keys = max(p.num_keys for p in group)
     joint_keys = max(keys, piece.num_keys)
     if (len(group) + 1) * longest * joint_keys > max_pairs:
         return False
-    joint = _cost(len(group) + 1, longest, joint_keys)
-    return joint <= _cost(len(group), longest, keys) + _cost(1, piece.length, piece.num_keys)
+    joint = _rows_cost(len(group) + 1, longest, joint_keys)
+    apart = _rows_cost(len(group), longest, keys) + _rows_cost(1, piece.length, piece.num_keys)
+    return joint <= call + apart
 
 
-def _cost(batch: int, length: int, keys: int) -> float:
-    return _CALL_COST + batch * (length + keys * (_GATHER_COST + length) / _KEYS_PER_TOKEN)
+def _rows_cost(batch: int, length: int, keys: int) -> float:
+    return batch * (length + keys * (_GATHER_COST + length) / _KEYS_PER_TOKEN)

@@ -67,10 +67,12 @@ def make_runner(
     return runner
 
 
-def rows(batch: int, new: int, context: int, vocab: int, seed: int = 0) -> tuple[StepRow, ...]:
+def rows(
+    batch: int, new: int, context: int, vocab: int, seed: int = 0, block_size: int = BLOCK_SIZE
+) -> tuple[StepRow, ...]:
     """Return rows of `new` random tokens after `context` cached ones, in blocks of their own."""
     rng = np.random.default_rng(seed)
-    blocks = -(-(new + context) // BLOCK_SIZE)
+    blocks = -(-(new + context) // block_size)
     tables = rng.permutation(batch * blocks).astype(np.int32).reshape(batch, blocks)
     ids = rng.integers(0, vocab, (batch, new)).astype(np.int32)
     return tuple(

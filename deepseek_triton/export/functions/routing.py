@@ -17,6 +17,7 @@ RouteSoftmax <top_k, scaling_factor> (logits) => (expert_ids, expert_weights) {
 }
 """
 
+# TopK rather than ReduceMax, for which ONNX Runtime's CUDA provider would need cuDNN.
 ROUTE_SOFTMAX_GROUPED = """
 # DeepSeek-V2 (arXiv 2405.04434, section 2.2.2): as RouteSoftmax, but only among the top_groups
 # groups with the best single expert; the scores of the other groups count as 0.
@@ -30,7 +31,9 @@ RouteSoftmaxGrouped <top_k, num_groups, top_groups, scaling_factor>
     groups = Constant <value_ints: ints = @num_groups> ()
     by_group = Concat <axis = 0> (copy, groups, last)
     grouped = Reshape (scores, by_group)
-    group_scores = ReduceMax <keepdims = 0> (grouped, last)
+    one = Constant <value_ints = [1]> ()
+    best_one, unused_ids = TopK <axis = -1> (grouped, one)
+    group_scores = Squeeze (best_one, last)
     kept = deepseek.KeepGroups <top_groups: ints = @top_groups> (group_scores)
     zero = Constant <value_float = 0.0> ()
     limited = Where (kept, grouped, zero)

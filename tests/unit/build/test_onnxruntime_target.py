@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from deepseek_triton.build.graph_passes import cancelling_pairs
-from deepseek_triton.build.onnxruntime import _experts, _split_by_head, build, rewrite
-from deepseek_triton.build.ort_functions import CONTRIB_DOMAIN, ort_functions
+from deepseek_triton.build.onnxruntime import CPU, _experts, _split_by_head, build, rewrite
+from deepseek_triton.build.ort_functions import CONTRIB_DOMAIN, cpu_functions
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
@@ -97,7 +97,7 @@ def test_another_model_is_refused(portable: Path) -> None:
     with pytest.raises(BuildError, match="not a portable model"):
         build(portable)
     with pytest.raises(BuildError, match="not a portable model"):
-        rewrite(helper.make_model(helper.make_graph([], "empty", [], [])))
+        rewrite(helper.make_model(helper.make_graph([], "empty", [], [])), CPU)
 
 
 @pytest.mark.parametrize("portable", ["v2"], indirect=True)
@@ -145,7 +145,7 @@ def experts_session(*functions: str) -> ort.InferenceSession:
         _experts(graph, graph.node[0])
         graph.node[0].attribute[0].i = FEW
         graph.input.append(helper.make_tensor_value_info("input_ids", INT64, None))
-        library = [function for name, function in ort_functions(1).items() if name in functions]
+        library = [function for name, function in cpu_functions(1).items() if name in functions]
     imports = [helper.make_opsetid(d, v) for d, v in (("", 21), (DOMAIN, 1), (CONTRIB_DOMAIN, 1))]
     model = helper.make_model(graph, functions=library, opset_imports=imports, ir_version=10)
     return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

@@ -11,6 +11,7 @@ import pytest
 from deepseek_triton.build import pipeline
 from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.build.pipeline import build_engine, is_current
+from deepseek_triton.build.targets import ONNXRUNTIME_GPU
 from deepseek_triton.checkpoint.presets import preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.errors import CheckpointError, ConfigError
@@ -46,6 +47,10 @@ def test_the_manifest_tells_what_was_built(checkpoint: Path, tmp_path: Path) -> 
         ({"target": "tpu"}, "TARGET: 'tpu' is unknown; choose one of onnxruntime"),
         ({"precision": "fp4"}, "PRECISION: 'fp4' is not available for onnxruntime; .*fp32"),
         ({"block_size": 0}, "block_size: 0"),
+        ({"provider": "rocm"}, "PROVIDER: onnxruntime has no provider 'rocm'; choose cpu or cuda"),
+        ({"target": "cuda", "provider": "cpu"}, "PROVIDER: cuda has no provider 'cpu'; leave it"),
+        ({"provider": "cuda", "draft": True}, "DRAFT: onnxruntime with PROVIDER=cuda cannot use"),
+        ({"provider": "cuda", "int4_accuracy_level": 4}, "INT4_ACCURACY: .*PROVIDER=cuda has no"),
     ],
 )
 def test_a_choice_that_does_not_exist_is_named(
@@ -54,6 +59,25 @@ def test_a_choice_that_does_not_exist_is_named(
     with pytest.raises(ConfigError, match=message):
         build_engine(checkpoint, tmp_path / "engine", **arguments)
     assert not (tmp_path / "engine").exists()
+
+
+def test_the_provider_is_in_the_manifest_and_shapes_the_engine(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = tmp_path / "engine"
+    manifest = build_engine(checkpoint, engine, precision="fp16", provider="cuda")
+    assert load_engine_dir(engine).manifest.provider == "cuda"
+    assert (manifest.kv_cache.dtype, manifest.kv_cache.itemsize) == ("float16", 2)
+    assert manifest.versions["onnxruntime-gpu"] == ONNXRUNTIME_GPU
+    assert is_current(engine, checkpoint, precision="fp16", provider="cuda")
+    assert not is_current(engine, checkpoint, precision="fp16")
+    assert build_engine(checkpoint, engine).provider == "cpu"
+    assert is_current(engine, checkpoint)
+    # An engine from before there was a choice is one for the CPU.
+    path = engine / "manifest.json"
+    path.write_text(path.read_text().replace('"provider": "cpu"', '"provider": null'))
+    assert is_current(engine, checkpoint)
+    assert not is_current(engine, checkpoint, provider="cuda")
 
 
 def test_a_bad_checkpoint_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from deepseek_triton.runner import onnxruntime as module
 from deepseek_triton.runner import ort_model, ort_session
 from deepseek_triton.runner.base import RowSampling, StepRow
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
-from deepseek_triton.runner.ort_plan import plan_calls
+from deepseek_triton.runner.ort_plan import CallCosts, plan_calls
 
 NUM_BLOCKS = 24
 NO_TOKENS = np.zeros(0, np.int32)
@@ -111,10 +110,10 @@ def test_a_chunk_cut_for_memory_gives_the_same(
     expected: NDArray[np.float32],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cut = partial(plan_calls, max_scores=1000)
-    monkeypatch.setattr(ort_model, "plan_calls", cut)
+    costs = CallCosts(8.0, 1000)
+    monkeypatch.setattr(ort_model, "CPU_COSTS", costs)
     rows = [row(p, t) for p, t in zip(PROMPTS, TABLES, strict=True)]
-    assert len(cut(rows, num_heads=4)) > 3
+    assert len(plan_calls(rows, num_heads=4, costs=costs)) > 3
     np.testing.assert_array_equal(logits_of(runner, *rows), expected)
 
 

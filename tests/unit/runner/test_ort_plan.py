@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from deepseek_triton.request import RequestKey
 from deepseek_triton.runner.base import StepRow
-from deepseek_triton.runner.ort_plan import Piece, plan_calls
+from deepseek_triton.runner.ort_plan import GPU_COSTS, CallCosts, Piece, plan_calls
 
 
 def row(length: int, context_len: int = 0) -> StepRow:
@@ -37,8 +37,15 @@ def test_one_long_context_does_not_make_short_ones_read_as_much() -> None:
     assert rows_of(calls) == [{1}, {0, 2}]
 
 
+def test_a_gpu_reads_its_weights_once_for_unlike_decodes() -> None:
+    rows = [row(1, 50), row(1, 30_000), row(1, 60)]
+    assert rows_of(plan_calls(rows, num_heads=16, costs=GPU_COSTS)) == [{0, 1, 2}]
+    rows = [row(1, 300_000), *[row(1, 50)] * 8]  # nine times as many keys cost more than that
+    assert rows_of(plan_calls(rows, num_heads=16, costs=GPU_COSTS)) == [{0}, set(range(1, 9))]
+
+
 def test_a_row_with_too_many_scores_is_cut() -> None:
-    calls = plan_calls([row(100, 50)], num_heads=2, max_scores=2 * 25 * 100)
+    calls = plan_calls([row(100, 50)], num_heads=2, costs=CallCosts(8.0, 2 * 25 * 100))
     pieces = [piece for call in calls for piece in call]
     assert len(pieces) > 1
     assert all(p.length * p.num_keys <= 2500 for p in pieces)
@@ -52,7 +59,7 @@ def test_every_token_runs_once_in_order_and_within_the_limit(
     shapes: list[tuple[int, int]], max_scores: int
 ) -> None:
     rows = [row(length, context) for length, context in shapes]
-    calls = plan_calls(rows, num_heads=4, max_scores=max_scores)
+    calls = plan_calls(rows, num_heads=4, costs=CallCosts(8.0, max_scores))
     done = [0] * len(rows)
     for call in calls:
         assert len({p.row for p in call}) == len(call)
