@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,14 +28,21 @@ from deepseek_triton.build.engine_dir import EngineDir, mismatch
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import TopLogProbs
-from deepseek_triton.runner.base import StepResult, StepRow
+from deepseek_triton.runner.base import RowScores, StepResult, StepRow
 from deepseek_triton.runner.cuda_batch import RaggedRows
 from deepseek_triton.runner.cuda_device import allocate_pools, free_memory, open_device
 from deepseek_triton.runner.cuda_graphs import DecodeBuckets, PromptBuckets, capture_all
 from deepseek_triton.runner.cuda_model import CudaModel
 from deepseek_triton.runner.cuda_operators import load_model
 from deepseek_triton.runner.cuda_program import read_program
-from deepseek_triton.runner.cuda_sampling import asks_for_more, choose, greedy, likeliest, unpack
+from deepseek_triton.runner.cuda_sampling import (
+    asks_for_more,
+    choose,
+    greedy,
+    likeliest,
+    score,
+    unpack,
+)
 from deepseek_triton.runner.cuda_step import Prefill, Step
 
 logger = logging.getLogger(__name__)
@@ -43,7 +51,7 @@ TARGET = "cuda"
 
 
 class CudaRunner:
-    """Runs an engine directory built for the target "cuda"; implements ModelRunner."""
+    """Runs an engine directory built for the target "cuda"; implements ScoringRunner."""
 
     def __init__(
         self,
@@ -164,6 +172,23 @@ class CudaRunner:
         log_probs = np.where(scored & (token_ids >= 0), np.minimum(log_probs, 0), np.float32("nan"))
         found = tuple(tops.get(i, ()) for i in range(len(rows))) if tops else ()
         return StepResult(token_ids, log_probs, top_log_probs=found)
+
+    def score(self, rows: tuple[StepRow, ...]) -> tuple[RowScores, ...]:
+        """See ScoringRunner.score: all rows in one prefill, with the logits of every token.
+
+        Takes memory for V logits a token.
+        """
+        if self._model is None:
+            raise RuntimeError("the runner is closed")
+        following = [np.append(row.token_ids[1:], row.next_token_id) for row in rows]
+        with torch.inference_mode():
+            wanted = torch.from_numpy(np.concatenate(following)).to(self._device)
+            step = replace(self._ragged_step(rows), logit_rows=None)
+            packed = score(self._model.forward(step), wanted).cpu()
+        best_ids, log_probs = unpack(packed)
+        ends = np.cumsum([len(ids) for ids in following])[:-1]
+        parts = zip(np.split(log_probs, ends), np.split(best_ids, ends), strict=True)
+        return tuple(RowScores(*part) for part in parts)
 
     def forward(self, rows: Sequence[StepRow]) -> NDArray[np.float32]:
         """Run the model; return logits [n, V] of the last token of each row. Mutates the pools."""

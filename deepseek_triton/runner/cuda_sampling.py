@@ -77,6 +77,20 @@ def _token_counts(rows: Sequence[RowSampling], logits: Tensor) -> Tensor:
     return counts
 
 
+def score(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Return [2, n] int32: the likeliest token of each row of logits [n, V], and the bits of the
+    log prob of token_ids [n].
+
+    As runner/sampler.py: rows that `greedy` refuses get −1 and NaN.
+    """
+    packed = greedy(logits)
+    best_ids, of_best = packed[0], packed[1].view(torch.float32)
+    pairs = torch.stack((token_ids, best_ids.clamp(min=0)), dim=1).long()
+    given, best = logits.gather(1, pairs).float().unbind(dim=1)
+    log_probs = torch.where(best_ids < 0, torch.nan, (given - best + of_best).clamp(max=0.0))
+    return torch.stack((best_ids, log_probs.view(torch.int32)))
+
+
 def unpack(packed: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Split what `greedy` or `choose` returned, on the host: token ids [n] and log probs [n]."""
     token_ids, bits = packed.numpy()
