@@ -186,14 +186,15 @@ def _visible(
 
 
 @triton.jit
-def _slots(table_ptr, tile, tiles, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _slots(table_ptr, tile, tiles, length, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Return the pool slot of a tile's first key, or of each key if it goes over several blocks."""
     start = tl.maximum(tl.minimum(tile, tiles - 1), 0) * BLOCK_N  # beyond the last it is not used
     if BLOCK_SIZE >= BLOCK_N:
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         return block * BLOCK_SIZE + start % BLOCK_SIZE
     else:
-        at = start + tl.arange(0, BLOCK_N)
+        # The table may end with the row's last key, inside this tile.
+        at = tl.minimum(start + tl.arange(0, BLOCK_N), tl.maximum(length - 1, 0))
         block = tl.load(table_ptr + at // BLOCK_SIZE).to(tl.int64)
         return block * BLOCK_SIZE + at % BLOCK_SIZE
 
@@ -319,10 +320,10 @@ def _paged_decode(
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)  # added up over keys once, after the loop
     acc = tl.zeros([BLOCK_D, BLOCK_H], tl.float32)
-    slot = _slots(table_ptr, first, tiles, BLOCK_N, BLOCK_SIZE)
+    slot = _slots(table_ptr, first, tiles, length, BLOCK_N, BLOCK_SIZE)
     for tile in tl.range(first, last, num_stages=STAGES):
         # The table is read a step ahead, so that the loads of keys need not wait for it.
-        next_slot = _slots(table_ptr, tile + 1, tiles, BLOCK_N, BLOCK_SIZE)
+        next_slot = _slots(table_ptr, tile + 1, tiles, length, BLOCK_N, BLOCK_SIZE)
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         seen, visible = _passing(
             key, slot, length, row, retained, sink, retained_ptr, block_mask_ptr, mask_row,
