@@ -67,10 +67,15 @@ def make_runner(
     return runner
 
 
-def rows(batch: int, new: int, context: int, vocab: int, seed: int = 0) -> tuple[StepRow, ...]:
-    """Return rows of `new` random tokens after `context` cached ones, in blocks of their own."""
+def rows(
+    batch: int, new: int, context: int, vocab: int, seed: int = 0, blocks: int = 0
+) -> tuple[StepRow, ...]:
+    """Return rows of `new` random tokens after `context` cached ones, in blocks of their own.
+
+    Which blocks depends on `batch`, `seed` and their number in a row, `blocks` if it is given.
+    """
     rng = np.random.default_rng(seed)
-    blocks = -(-(new + context) // BLOCK_SIZE)
+    blocks = blocks or -(-(new + context) // BLOCK_SIZE)
     tables = rng.permutation(batch * blocks).astype(np.int32).reshape(batch, blocks)
     ids = rng.integers(0, vocab, (batch, new)).astype(np.int32)
     return tuple(
