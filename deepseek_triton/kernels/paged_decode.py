@@ -47,7 +47,12 @@ NO_FILTER = KeyFilter()
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How the kernel is laid out: keys and heads of a program's step, and its launch."""
+    """How the kernel is laid out: keys and heads of a program's step, and its launch.
+
+    `stages` is at least 2 for 16-bit types. With one, tiles of 64 keys gave wrong results or an
+    illegal memory access on an H200 (Triton 3.6, ptxas 12.8), although no read of the kernel is
+    out of bounds under compute-sanitizer; tiles of 32 and 128 keys were right.
+    """
 
     splits: int
     block_n: int
@@ -106,13 +111,15 @@ def paged_decode(
     group). block_tables [B, M] int32; context_lens [B] int32, the new token's key, which is in the
     pool already, included; 0 gives zeros; it is read early, so the kernel launched just before must
     not be what writes it. block_size is a power of two of at least 16. Slots beyond a row's context
-    are not read.
+    are not read. Raises ValueError for a tile that this type cannot have (DecodeTile).
     """
     batch, heads, width = q.shape
     capacity = block_tables.shape[1] * k_pool.shape[1]
     group_size = heads // groups
     if tile is None:
         tile = choose_tile(batch, groups, group_size, width, capacity, q.dtype)
+    if tile.stages < 2 and q.is_cuda and q.dtype != torch.float32:
+        raise ValueError(f"tile.stages is {tile.stages}; {q.dtype} needs at least 2 on a GPU")
     shape = (batch, tile.splits, heads)
     whole = tile.splits == 1
     values = torch.empty(*shape, value_dim, dtype=q.dtype, device=q.device)

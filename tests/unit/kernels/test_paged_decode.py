@@ -175,6 +175,17 @@ class TestKeyFilter:
         self.attend(replace(keep, block_mask=mask, retained=retained, sink=4), cache, q)
 
 
+def test_a_16_bit_tile_without_a_pipeline_is_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = paged_cache([16], RANK + ROPE, 16, dtype=torch.float16)
+    q = randn(1, 2, RANK + ROPE, dtype=torch.float16)
+    args: Any = (q, cache.pools[0], cache.block_tables, cache.context_lens)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(ValueError, match=r"tile.stages is 1; torch.float16 needs at least 2"):
+        latent_decode(*args, scale=0.2, rank=RANK, tile=DecodeTile(1, 16, 16, 4, 1))
+
+
 def test_the_chosen_layout_fills_the_card_and_no_more() -> None:
     one = choose_tile(1, 1, 16, 576, 1024, torch.bfloat16)
     many = choose_tile(64, 1, 16, 576, 1024, torch.bfloat16)
