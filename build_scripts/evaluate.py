@@ -133,7 +133,13 @@ def _open(path: Path, num_blocks: int) -> ScoringRunner:
 
         # Without a GPU in plain PyTorch, which is slow and takes fp32 alone.
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return SteppingScorer(CudaRunner.open(engine, num_blocks=num_blocks, device=device))
+        return CudaRunner.open(
+            engine,
+            num_blocks=num_blocks,
+            max_batch_size=1,
+            max_context_len=num_blocks * engine.manifest.kv_cache.block_size,
+            device=device,
+        )
     if target in ("tensorrt", "tensorrt_rtx"):
         from deepseek_triton.runner.tensorrt import TensorRTRunner
 

@@ -17,12 +17,17 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from record import save_result
 
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.evaluate.perplexity import score_windows
+from deepseek_triton.evaluate.stepping import SteppingScorer
 from deepseek_triton.kernels.launch import launches_in_turn
+from deepseek_triton.runner import cuda_graphs
 from deepseek_triton.runner.cuda_model import CudaModel
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
@@ -56,20 +61,17 @@ AIMS = {
     "prefill": {1024: 15.0, 8192: 90.0},
 }
 CONTEXT = 1024
-PROFILE = True
 BATCHES = (1, 8, 64)
+# Only the graphs that are timed: capturing all takes longer than timing these.
+only_timed = patch.multiple(cuda_graphs, BATCHES=BATCHES[:-1], PROMPT_TOKENS=(CONTEXT,))
+PROFILE = True
 
 
 def check() -> dict[str, Any]:
     """Relative errors of logits against float32 PyTorch: of the kernels, and of PyTorch in bf16."""
     from checks import logit_errors
 
-    errors: dict[str, Any] = {}
-    for precision, group_size in (("bf16", 0), ("fp16", 0), ("bf16", 128)):
-        name = f"{precision}_{group_size}"
-        errors[name] = logit_errors(precision, group_size)
-        print(f"  {name}: {errors[name]}", flush=True)
-    return errors
+    return logit_errors()
 
 
 def decode(kind: str, group_size: int) -> dict[str, Any]:
@@ -141,6 +143,7 @@ def int4() -> dict[str, Any]:
     return decode("int4", 128)
 
 
+@only_timed
 def graphs() -> dict[str, Any]:
     """The same decode steps call by call and in graphs."""
     spec = make_spec(V2_LITE)
@@ -159,6 +162,7 @@ def graphs() -> dict[str, Any]:
     return measured
 
 
+@only_timed
 def fp16() -> dict[str, Any]:
     """One precision more: FP16, for comparison with INT4 in speed and memory."""
     spec = make_spec(V2_LITE)
@@ -172,6 +176,7 @@ def fp16() -> dict[str, Any]:
     return measured
 
 
+@only_timed
 def v3() -> dict[str, Any]:
     """One layer of DeepSeek-V3's shape, with embedding and head."""
     spec = make_spec(V3_LAYER)
@@ -191,6 +196,29 @@ def v3() -> dict[str, Any]:
     return measured
 
 
+def evaluate() -> dict[str, Any]:
+    """Log probs of given text, DeepSeek-V2-Lite in bf16: whole chunks against token by token."""
+    spec = make_spec(V2_LITE)
+    runner = make_runner(make_model(spec, "bf16"), spec, max_batch_size=1, num_blocks=8)
+    text = np.random.default_rng(7).integers(0, spec.vocab_size, (3, 513)).astype(np.int32)
+    measured: dict[str, Any] = {}
+    scored = {}
+    for name, scorer, windows in (
+        ("warm-up", runner, text[:1]),
+        ("whole chunks", runner, text),
+        ("token by token", SteppingScorer(runner), text[:1, :129]),
+    ):
+        started = time.perf_counter()
+        scored[name] = score_windows(scorer, windows)
+        seconds = time.perf_counter() - started
+        measured[name] = {"tokens_per_s": round(scored[name].log_probs.size / seconds)}
+    both = (scored[name].log_probs[0, :128] for name in ("whole chunks", "token by token"))
+    measured["largest_difference"] = float(np.abs(np.subtract(*both)).max())
+    print(f"  {measured}", flush=True)
+    runner.close()
+    return measured
+
+
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "check": check,
     "bf16": bf16,
@@ -198,6 +226,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "graphs": graphs,
     "fp16": fp16,
     "v3": v3,
+    "evaluate": evaluate,
     "steady": steady_state,
 }
 
@@ -223,12 +252,15 @@ def main() -> int:
     failed = False
     for part in arguments.parts:
         print(f"{part}: {PARTS[part].__doc__.splitlines()[0]}", flush=True)
+        started = time.perf_counter()
         try:
             measured[part] = PARTS[part]()
         except Exception:  # the device is lent by the minute: the other parts still run
             failed = True
             measured[part] = {"failed": traceback.format_exc()}
             traceback.print_exc()
+        measured[part]["part_s"] = round(time.perf_counter() - started, 1)
+        print(f"  {part} took {measured[part]['part_s']} s", flush=True)
         collect()
         print(save_result(arguments.name, measured))
     return int(failed)

@@ -12,6 +12,7 @@ import onnx
 
 from deepseek_triton.errors import BuildError
 from deepseek_triton.export.functions import DOMAIN
+from deepseek_triton.export.portable import DRAFT_FILE
 
 BLOCK_SIZE = 64
 """Tokens in a KV block: what one step of the attention kernels reads."""
@@ -31,13 +32,14 @@ _REPLACED = frozenset({"AttentionMask", "Shape", "Unsqueeze", "GatherND"})
 
 
 def build(model_path: Path) -> None:
-    """Check that the portable model at `model_path` calls only what the runner executes.
+    """Check that the portable model at `model_path`, and its draft, call only what the runner runs.
 
     Raises:
         BuildError: it calls something else.
     """
-    model = onnx.load_model(model_path, load_external_data=False)
-    for node in model.graph.node:
+    paths = [model_path, model_path.with_name(DRAFT_FILE)]
+    models = [onnx.load_model(p, load_external_data=False) for p in paths if p.exists()]
+    for node in (node for model in models for node in model.graph.node):
         known = node.op_type in OPERATORS or node.op_type in _REPLACED
         if not known or node.domain not in ("", DOMAIN):
             raise BuildError(

@@ -161,7 +161,7 @@ def _sha256_of(paths: list[Path]) -> dict[str, str]:
         tqdm(total=total, desc="checksums", unit="B", unit_scale=True, disable=quiet) as bar,
         ThreadPoolExecutor(min(_MAX_HASHERS, os.cpu_count() or 1)) as hashers,
     ):
-        digests = hashers.map(lambda piece: _sha256_of_piece(*piece, bar.update), pieces)
+        digests = hashers.map(lambda p: _sha256_of_piece(p[0], p[1], bar.update), pieces)
         for (path, _), digest in zip(pieces, digests, strict=True):
             found[path].append(digest)
     return {path.name: _joined(parts).hex() for path, parts in found.items()}

@@ -74,7 +74,9 @@ TARGETS = {
         provider="cpu",
     ),
     # The engine is the portable model itself: no version of PyTorch shapes it.
-    "cuda": Target(("fp32", "fp16", "bf16"), "onnx", cuda.build, block_size=cuda.BLOCK_SIZE),
+    "cuda": Target(
+        ("fp32", "fp16", "bf16"), "onnx", cuda.build, drafts=True, block_size=cuda.BLOCK_SIZE
+    ),
     "tensorrt_llm": Target(
         ("fp16", "bf16"),
         "tensorrt-llm",

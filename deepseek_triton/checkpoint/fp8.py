@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.checkpoint.fields import Fields, describe
-from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor
+from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor, check_scales
 from deepseek_triton.errors import CheckpointError, UnsupportedModelError
 
 _SCALE_SUFFIX = "_scale_inv"
@@ -89,11 +89,13 @@ def _present(reader: CheckpointReader, name: str, block: tuple[int, int]) -> Non
             f"{list(found)}, {list(expected)} belongs to {name} {list(shape)}"
         )
     weight, scales = reader.take(name), reader.take(name + _SCALE_SUFFIX)
-    read = partial(_read, weight, scales, block)
+    read = partial(_read, name, weight, scales, block)
     reader.put(name, CheckpointTensor(weight.file, _FLOAT32, weight.shape, read))
 
 
 def _read(
-    weight: CheckpointTensor, scales: CheckpointTensor, block: tuple[int, int]
+    name: str, weight: CheckpointTensor, scales: CheckpointTensor, block: tuple[int, int]
 ) -> NDArray[np.float32]:
-    return dequantize_fp8(weight.read(), scales.read(), block)
+    factors = scales.read()
+    check_scales(name + _SCALE_SUFFIX, scales.file, factors)
+    return dequantize_fp8(weight.read(), factors, block)

@@ -65,6 +65,18 @@ class _Entry:
     offset: int  # bytes from the start of the file
 
 
+def check_scales(name: str, file: Path, scales: NDArray[Any]) -> None:
+    """Raise CheckpointError, naming the tensor, unless all of `scales` are finite."""
+    bad = np.argwhere(~np.isfinite(scales))
+    if len(bad):
+        first = tuple(bad[0].tolist())
+        raise CheckpointError(
+            f"{file}: tensor {name} has {len(bad)} scales that are not finite, the first "
+            f"{scales[first]} at {list(first)}; the file is damaged, fetch it again, or the model "
+            "overflowed when it was quantised, quantise it anew"
+        )
+
+
 class CheckpointReader:
     """Reads tensors by name from model.safetensors, or from the shards that its index names.
 

@@ -61,7 +61,7 @@ class EventStream(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until they end or the client leaves; raises what comes before the first."""
+        """Send the events until they end or the client leaves; raises an error before the first."""
         sender = asyncio.ensure_future(self._send_all(send))
         watcher = asyncio.ensure_future(_disconnected(receive))
         try:

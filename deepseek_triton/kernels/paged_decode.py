@@ -48,7 +48,12 @@ NO_FILTER = KeyFilter()
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How the kernel is laid out: keys and heads of a program's step, and its launch."""
+    """How the kernel is laid out: keys and heads of a program's step, and its launch.
+
+    `stages` is at least 2 for 16-bit types. With one, tiles of 64 keys gave wrong results or an
+    illegal memory access on an H200 (Triton 3.6, ptxas 12.8), although no read of the kernel is
+    out of bounds under compute-sanitizer; tiles of 32 and 128 keys were right.
+    """
 
     splits: int
     block_n: int
@@ -112,13 +117,15 @@ def paged_decode(
     group). block_tables [B, M] int32; context_lens [B] int32, the new token's key, which is in the
     pool already, included; 0 gives zeros; it is read early, so the kernel launched just before must
     not be what writes it. block_size is a power of two of at least 16. Slots beyond a row's context
-    are not read.
+    are not read. Raises ValueError for a tile that this type cannot have (DecodeTile).
     """
     batch, heads, width = q.shape
     capacity = block_tables.shape[1] * k_pool.shape[1]
     group_size = heads // groups
     if tile is None:
         tile = choose_tile(batch, groups, group_size, width, capacity, q.dtype)
+    if tile.stages < 2 and q.is_cuda and q.dtype != torch.float32:
+        raise ValueError(f"tile.stages is {tile.stages}; {q.dtype} needs at least 2 on a GPU")
     shape = (batch, tile.splits, heads)
     whole = tile.splits == 1
     values = torch.empty(*shape, value_dim, dtype=q.dtype, device=q.device)
@@ -192,14 +199,15 @@ def _visible(
 
 
 @triton.jit
-def _slots(table_ptr, tile, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _slots(table_ptr, tile, length, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Return the pool slot of a tile's first key, or of each key if it goes over several blocks."""
     start = tile * BLOCK_N
     if BLOCK_SIZE >= BLOCK_N:
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         return block * BLOCK_SIZE + start % BLOCK_SIZE
     else:
-        at = start + tl.arange(0, BLOCK_N)
+        # The table may end with the row's last key, inside this tile.
+        at = tl.minimum(start + tl.arange(0, BLOCK_N), tl.maximum(length - 1, 0))
         block = tl.load(table_ptr + at // BLOCK_SIZE).to(tl.int64)
         return block * BLOCK_SIZE + at % BLOCK_SIZE
 
@@ -326,7 +334,7 @@ def _paged_decode(
     for tile in tl.range(first, last, num_stages=STAGES):
         # Read in the loop, not carried from step to step: only then the compiler sends the loads
         # of table and keys ahead. Each gets half of the stages.
-        slot = _slots(table_ptr, tile, BLOCK_N, BLOCK_SIZE)
+        slot = _slots(table_ptr, tile, length, BLOCK_N, BLOCK_SIZE)
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         seen, visible = _passing(
             key, slot, length, row, retained, sink, retained_ptr, block_mask_ptr, mask_row,

@@ -12,7 +12,6 @@ value = (code − zero point) · scale. https://github.com/casper-hansen/AutoAWQ
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from deepseek_triton.checkpoint.fields import Fields, describe
 from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor
 from deepseek_triton.errors import UnsupportedModelError
 from deepseek_triton.quantize.int4 import Int4Linear
-from deepseek_triton.quantize.parts import FLOATS, WORDS, as_float32, sources, take
+from deepseek_triton.quantize.parts import WORDS, sources, take, take_scales
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds the column _ORDER[i] of its eight
 _WORDS = 64  # of a row that are unpacked at a time, so that they stay in the processor's cache
@@ -45,7 +44,7 @@ def present_awq(reader: CheckpointReader, config: Fields) -> None:
         group = columns if stored_group < 1 else stored_group
         groups = -(-columns // group)
         zeros = take(reader, f"{source}.qzeros", WORDS, (groups, outputs // 8))
-        scales = take(reader, f"{source}.scales", FLOATS, (groups, outputs))
+        scales = take_scales(reader, f"{source}.scales", (groups, outputs), transposed=True)
         layer = Int4Linear(
             file=words.file,
             shape=(outputs, columns),
@@ -53,7 +52,7 @@ def present_awq(reader: CheckpointReader, config: Fields) -> None:
             symmetric=False,
             input_order=None,
             codes=partial(_unpack, words),
-            scales=partial(_scales, scales),
+            scales=scales,
             zero_points=partial(_unpack, zeros),
         )
         reader.put_int4(source, layer)
@@ -69,8 +68,3 @@ def _unpack(tensor: CheckpointTensor) -> NDArray[np.uint8]:
         for nibble, place in enumerate(_ORDER):
             codes[part, place] = columns >> np.uint32(4 * nibble) & np.uint32(15)
     return codes.reshape(-1, len(words))
-
-
-def _scales(tensor: CheckpointTensor) -> NDArray[np.float32]:
-    values: NDArray[Any] = tensor.read()
-    return as_float32(values.T)

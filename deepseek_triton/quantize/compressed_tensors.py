@@ -27,7 +27,7 @@ from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor
 from deepseek_triton.errors import CheckpointError, UnsupportedModelError
 from deepseek_triton.quantize.act_order import input_order
 from deepseek_triton.quantize.int4 import SYMMETRIC_ZERO, Int4Linear, unpack_words
-from deepseek_triton.quantize.parts import FLOATS, WORDS, as_float32, sources, take
+from deepseek_triton.quantize.parts import WORDS, sources, take, take_scales
 
 _FORMAT = "pack-quantized"
 
@@ -125,7 +125,7 @@ def _layer(reader: CheckpointReader, source: str, scheme: _Scheme) -> Int4Linear
     words = take(reader, f"{source}.weight_packed", WORDS, (outputs, -(-columns // 8)))
     group = scheme.group_size or columns
     groups = -(-columns // group)
-    scales = take(reader, f"{source}.weight_scale", FLOATS, (outputs, groups))
+    scales = take_scales(reader, f"{source}.weight_scale", (outputs, groups))
     zeros = None if scheme.symmetric else _zero_points(reader, source, (outputs, groups))
     order = None
     if scheme.ordered:
@@ -140,7 +140,7 @@ def _layer(reader: CheckpointReader, source: str, scheme: _Scheme) -> Int4Linear
         symmetric=zeros is None,
         input_order=order,
         codes=partial(_codes, words, columns, order),
-        scales=lambda: as_float32(scales.read()),
+        scales=scales,
         zero_points=(lambda: None) if zeros is None else partial(_unpack_zeros, zeros, outputs),
     )
 

@@ -24,7 +24,7 @@ from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor
 from deepseek_triton.errors import UnsupportedModelError
 from deepseek_triton.quantize.act_order import input_order
 from deepseek_triton.quantize.int4 import SYMMETRIC_ZERO, Int4Linear, unpack_words
-from deepseek_triton.quantize.parts import FLOATS, WORDS, as_float32, sources, take
+from deepseek_triton.quantize.parts import WORDS, sources, take, take_scales
 
 _ROWS = 512  # of N that are unpacked at a time
 
@@ -62,12 +62,12 @@ def _layer(
     group = columns if group is None else group
     groups = -(-columns // group)
     zeros = take(reader, f"{source}.qzeros", WORDS, (groups, -(-outputs // 8)))
-    scales = take(reader, f"{source}.scales", FLOATS, (groups, outputs))
+    scales = take_scales(reader, f"{source}.scales", (groups, outputs), transposed=True)
     order = None
     if f"{source}.g_idx" in reader:
         index = take(reader, f"{source}.g_idx", WORDS, (columns,))
         order = input_order(f"{index.file}: tensor {source}.g_idx", index.read(), group)
-    stored = _Stored(words, zeros, scales, zero_offset, order)
+    stored = _Stored(words, zeros, zero_offset, order)
     symmetric = config.boolean("sym", False) and bool(
         np.all(stored.unpacked_zero_points() == SYMMETRIC_ZERO)
     )
@@ -78,7 +78,7 @@ def _layer(
         symmetric=symmetric,
         input_order=order,
         codes=stored.codes,
-        scales=stored.scale_values,
+        scales=scales,
         zero_points=(lambda: None) if symmetric else stored.unpacked_zero_points,
     )
 
@@ -87,7 +87,6 @@ def _layer(
 class _Stored:
     words: CheckpointTensor
     zeros: CheckpointTensor
-    scales: CheckpointTensor
     zero_offset: int
     order: NDArray[np.int32] | None
 
@@ -104,6 +103,3 @@ class _Stored:
         zeros = unpack_words(self.zeros.read())[:, : self.words.shape[1]]
         # 15 is stored for 0 as well as for 16; kernels keep the low four bits, and so 0.
         return np.ascontiguousarray((zeros + np.uint8(self.zero_offset)).T & np.uint8(15))
-
-    def scale_values(self) -> NDArray[np.float32]:
-        return as_float32(self.scales.read().T)

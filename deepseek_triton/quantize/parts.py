@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor
+from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor, check_scales
 from deepseek_triton.errors import CheckpointError
 
 WORDS = ("int32",)
@@ -46,7 +47,25 @@ def take(
     return tensor
 
 
-def as_float32(values: NDArray[Any]) -> NDArray[np.float32]:
+def take_scales(
+    reader: CheckpointReader, name: str, shape: tuple[int, int], *, transposed: bool = False
+) -> Callable[[], NDArray[np.float32]]:
+    """Take the scales [N, G] out of `reader`, which holds them in `shape`; return their reading.
+
+    `transposed`: they are stored as [G, N]. Raises CheckpointError as `take` does; reading them
+    does if one is not finite.
+    """
+    return partial(_read_scales, name, take(reader, name, FLOATS, shape), transposed)
+
+
+def _read_scales(name: str, tensor: CheckpointTensor, transposed: bool) -> NDArray[np.float32]:
+    stored = tensor.read()
+    scales = _as_float32(stored.T if transposed else stored)
+    check_scales(name, tensor.file, scales.T if transposed else scales)
+    return scales
+
+
+def _as_float32(values: NDArray[Any]) -> NDArray[np.float32]:
     """Return `values` as a contiguous array of float32, in which all of FLOATS are exact."""
     if values.dtype == ml_dtypes.bfloat16:  # a shift, which is much faster than the conversion
         bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,15 +28,23 @@ from deepseek_triton.build.engine_dir import EngineDir, mismatch
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import TopLogProbs
-from deepseek_triton.runner.base import StepResult, StepRow
-from deepseek_triton.runner.cuda_batch import RaggedRows
+from deepseek_triton.runner.acceptance import accept, by_row
+from deepseek_triton.runner.base import RowScores, Speculation, StepResult, StepRow
 from deepseek_triton.runner.cuda_device import allocate_pools, free_memory, open_device
-from deepseek_triton.runner.cuda_graphs import DecodeBuckets, PromptBuckets, capture_all
+from deepseek_triton.runner.cuda_draft import MAX_TOKENS, Drafter, Hidden, one_token_rows
+from deepseek_triton.runner.cuda_graphs import DecodeBuckets, Outputs, PromptBuckets, capture_all
 from deepseek_triton.runner.cuda_model import CudaModel
-from deepseek_triton.runner.cuda_operators import load_model
+from deepseek_triton.runner.cuda_operators import load_draft, load_model
 from deepseek_triton.runner.cuda_program import read_program
-from deepseek_triton.runner.cuda_sampling import asks_for_more, choose, greedy, likeliest, unpack
-from deepseek_triton.runner.cuda_step import Prefill, Step
+from deepseek_triton.runner.cuda_sampling import (
+    asks_for_more,
+    choose,
+    greedy,
+    likeliest,
+    score,
+    unpack,
+)
+from deepseek_triton.runner.cuda_step import Step, packed_step
 from deepseek_triton.runner.cuda_warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -44,7 +53,7 @@ TARGET = "cuda"
 
 
 class CudaRunner:
-    """Runs an engine directory built for the target "cuda"; implements ModelRunner."""
+    """Runs an engine directory built for the target "cuda"; implements ScoringRunner."""
 
     def __init__(
         self,
@@ -57,8 +66,9 @@ class CudaRunner:
         max_context_len: int,
         max_tokens_per_step: int = 256,
         use_graphs: bool = True,
+        draft: CudaModel | None = None,
     ) -> None:
-        """Allocate the pools and capture the graphs of a loaded `model`.
+        """Allocate the pools and capture the graphs of a loaded `model`, and of its `draft`.
 
         `num_blocks` may be a function of the bytes that are free on the device.
         `max_batch_size` and `max_context_len` bound what decode rows may be; steps of up to
@@ -74,18 +84,28 @@ class CudaRunner:
         if count < 1:
             raise ConfigError(f"num_blocks must be at least 1, not {count}")
         self._num_blocks = count
-        self._pools = allocate_pools(spec, model.pool_names, count, self._device)
+        names = model.pool_names + (draft.pool_names if draft is not None else [])
+        self._pools = allocate_pools(spec, names, count, self._device)
         self._decoder: DecodeBuckets | None = DecodeBuckets(
             self._infer,
             self._pools,
-            max_batch=max_batch_size,
+            max_batch=max_batch_size * (1 if draft is None else MAX_TOKENS),
             max_context_len=max_context_len,
             device=self._device,
         )
+        self._drafter: Drafter | None = None
+        if draft is not None:
+            self._drafter = Drafter(
+                draft,
+                self._pools,
+                max_batch_size=max_batch_size,
+                max_context_len=max_context_len,
+            )
         self._prompts: PromptBuckets | None = None
         if use_graphs and self._device.type == "cuda":
             self._prompts = PromptBuckets(self._infer, self._pools, self._device)
-            capture_all([*self._decoder.steps, *self._prompts.steps], self._device)
+            drafts = self._drafter.steps if self._drafter is not None else []
+            capture_all([*self._decoder.steps, *self._prompts.steps, *drafts], self._device)
             warm_up(self._infer, self._pools, max_tokens_per_step, self._device)
         logger.info(
             "%d KV blocks, %.1f MiB, on %s",
@@ -120,8 +140,12 @@ class CudaRunner:
                 mismatch(engine.path, f"built for {manifest.target!r}, not for {TARGET!r}")
             )
         opened = open_device(device)
+        model, draft = load_model(read_program(engine.model_path), opened, manifest.precision), None
+        if manifest.draft_file is not None:
+            program = read_program(engine.path / manifest.draft_file)
+            draft = load_draft(program, model, manifest.precision)
         return cls(
-            load_model(read_program(engine.model_path), opened, manifest.precision),
+            model,
             manifest.kv_cache,
             vocab_size=manifest.model.vocab_size,
             num_blocks=num_blocks,
@@ -129,6 +153,7 @@ class CudaRunner:
             max_context_len=max_context_len or manifest.max_context_len,
             max_tokens_per_step=max_tokens_per_step,
             use_graphs=use_graphs,
+            draft=draft,
         )
 
     @property
@@ -148,14 +173,46 @@ class CudaRunner:
 
     def run(self, rows: tuple[StepRow, ...]) -> StepResult:
         """See ModelRunner.run."""
+        units = rows
+        if self._drafter is not None:
+            units = tuple(unit for row in rows for unit in one_token_rows(row))
+        token_ids, log_probs, tops, parts = self._run(units)
+        if self._drafter is None:
+            return StepResult(token_ids, log_probs, top_log_probs=tops)
+        asked = [i for i, unit in enumerate(units) if unit.sampling is not None]
+        drawn = list(accept(rows, token_ids[asked].tolist(), log_probs[asked].tolist()))
+        with torch.inference_mode():
+            hidden = Hidden.join(rows, units, parts)
+            guesses = self._drafter.guess(rows, [ids for ids, _ in drawn], hidden)
+        return StepResult(
+            np.array([ids[0] if ids else -1 for ids, _ in drawn], np.int32),
+            np.array([probs[0] if probs else np.nan for _, probs in drawn], np.float32),
+            tuple(
+                Speculation(ids[1:], probs[1:], guesses.get(i, ()))
+                for i, (ids, probs) in enumerate(drawn)
+            ),
+            by_row(rows, tuple(tops[i] for i in asked) if tops else ()),
+        )
+
+    def _run(
+        self, rows: Sequence[StepRow]
+    ) -> tuple[
+        NDArray[np.int32],
+        NDArray[np.float32],
+        tuple[TopLogProbs, ...],
+        list[tuple[list[int], Tensor]],
+    ]:
+        """Return token ids and log probs as StepResult has them, and hidden states if there are."""
         parts: list[tuple[list[int], Tensor]] = []
+        hidden: list[tuple[list[int], Tensor]] = []
         tops: dict[int, TopLogProbs] = {}
         with torch.inference_mode():
-            for indices, logits, packed in self._compute(rows):
+            for indices, (logits, packed, *states) in self._compute(rows):
                 own = [rows[i] for i in indices]
                 chosen = self._sample(own, logits, packed)[:, : len(own)]
                 parts.append((indices, chosen.to("cpu", non_blocking=True)))
                 tops.update(zip(indices, likeliest(logits, own), strict=False))
+                hidden += [(indices, each.clone()) for each in states]
         asked = np.array([row.sampling is not None for row in rows])
         scored = np.array(
             [row.sampling is not None and row.sampling.params.return_log_probs for row in rows]
@@ -169,24 +226,44 @@ class CudaRunner:
         token_ids[~asked] = -1
         log_probs = np.where(scored & (token_ids >= 0), np.minimum(log_probs, 0), np.float32("nan"))
         found = tuple(tops.get(i, ()) for i in range(len(rows))) if tops else ()
-        return StepResult(token_ids, log_probs, top_log_probs=found)
+        return token_ids, log_probs, found, hidden
+
+    def score(self, rows: tuple[StepRow, ...]) -> tuple[RowScores, ...]:
+        """See ScoringRunner.score: all rows in one prefill, with the logits of every token.
+
+        Takes memory for V logits a token.
+        """
+        if self._model is None:
+            raise RuntimeError("the runner is closed")
+        following = [np.append(row.token_ids[1:], row.next_token_id) for row in rows]
+        with torch.inference_mode():
+            wanted = torch.from_numpy(np.concatenate(following)).to(self._device)
+            step = replace(packed_step(rows, self._pools, self._device), logit_rows=None)
+            packed = score(self._model.forward(step)[0], wanted).cpu()
+        best_ids, log_probs = unpack(packed)
+        ends = np.cumsum([len(ids) for ids in following])[:-1]
+        parts = zip(np.split(log_probs, ends), np.split(best_ids, ends), strict=True)
+        return tuple(RowScores(*part) for part in parts)
 
     def forward(self, rows: Sequence[StepRow]) -> NDArray[np.float32]:
         """Run the model; return logits [n, V] of the last token of each row. Mutates the pools."""
         result = np.empty((len(rows), self._vocab_size), np.float32)
         with torch.inference_mode():
-            for indices, logits, _ in self._compute(rows):
+            for indices, (logits, *_) in self._compute(rows):
                 result[indices] = logits.float().cpu().numpy()
         return result
 
     def close(self) -> None:
         """Free the model and the pools; idempotent."""
         self._model, self._decoder, self._prompts, self._pools = None, None, None, {}
+        self._drafter = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _compute(self, rows: Sequence[StepRow]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    def _compute(self, rows: Sequence[StepRow]) -> Iterator[tuple[list[int], Outputs]]:
         """Yield parts of the step: row indices [n], logits [n, V], greedy choice [2, ≥ n].
+
+        And hidden states [≥ T, D], where a draft model reads them.
 
         What a part holds must be read, in stream order, before the next part runs.
         """
@@ -194,21 +271,21 @@ class CudaRunner:
             raise RuntimeError("the runner is closed")
         decodes = [i for i, row in enumerate(rows) if len(row.token_ids) == 1]
         if decodes:
-            yield decodes, *self._decoder.run([rows[i] for i in decodes])
+            yield decodes, self._decoder.run([rows[i] for i in decodes])
         prefills = [i for i, row in enumerate(rows) if len(row.token_ids) > 1]
         if prefills:
             others = [rows[i] for i in prefills]
             if self._prompts is not None and self._prompts.hold(others):
-                yield prefills, *self._prompts.run(others)
+                yield prefills, self._prompts.run(others)
             else:
-                yield prefills, *self._infer(self._ragged_step(others))
+                yield prefills, self._infer(packed_step(others, self._pools, self._device))
 
-    def _infer(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Return logits [R, V] and the greedy choice of each row."""
+    def _infer(self, step: Step) -> Outputs:
+        """Return logits [R, V], the greedy choice of each row, and hidden states if there are."""
         if self._model is None:
             raise RuntimeError("the runner is closed")
-        logits = self._model.forward(step)
-        return logits, greedy(logits)
+        logits, *hidden = self._model.forward(step)
+        return logits, greedy(logits), *hidden
 
     def _sample(self, rows: Sequence[StepRow], logits: Tensor, packed: Tensor) -> Tensor:
         """Return [2, ≥ n]: the greedy choice, or what the rows ask for."""
@@ -219,19 +296,3 @@ class CudaRunner:
             packed = torch.full((2, len(rows)), -1, dtype=torch.int32, device=chosen.device)
             packed[:, wanted] = chosen
         return packed
-
-    def _ragged_step(self, rows: Sequence[StepRow]) -> Step:
-        arrays = RaggedRows(rows, self._spec.block_size)
-        parts = arrays.parts()
-        joined = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(self._device)
-        ids, positions, slots, cu_q, cu_k, logit_rows, key_slots = joined.split(
-            [len(part) for part in parts]
-        )
-        attention = Prefill(
-            arrays.q_lens,
-            arrays.k_lens,
-            cu_q,
-            cu_k,
-            key_slots.long() if arrays.has_context else None,
-        )
-        return Step(ids, positions, slots, logit_rows.long(), attention, self._pools)

@@ -100,7 +100,7 @@ class RaggedRows:
             [np.arange(row.context_len, k) for row, k in zip(rows, self.k_lens, strict=True)]
         )
         self.cu_q, self.cu_k = _running_sum(self.q_lens), _running_sum(self.k_lens)
-        self.logit_rows = self.cu_q[1:] - 1
+        self.logit_rows = self.cu_q[1:] - 1  # each row's last token
 
     def parts(self) -> list[NDArray[np.int32] | NDArray[np.int64]]:
         """Return what travels to the device, in this order."""

@@ -29,8 +29,9 @@ from deepseek_triton.runner.cuda_step import Decode, Prefill, Step
 
 logger = logging.getLogger(__name__)
 
-Compute = Callable[[Step], tuple[Tensor, Tensor]]
-"""Runs a step: logits [R, V], and what is fetched of them every time."""
+Outputs = tuple[Tensor, ...]
+"""Logits [R, V], what is fetched of them every time, and hidden states [T, D] if there are any."""
+Compute = Callable[[Step], Outputs]
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_TOKENS = (64, 128, 256, 384, 512, 768, 1024)
@@ -68,7 +69,7 @@ class FixedStep:
         self.step: Step | None = None  # over views of `buffer`; set once by the owner
         self._compute = compute
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: tuple[Tensor, Tensor] | None = None
+        self._outputs: Outputs | None = None
 
     def capture(self, stream: torch.cuda.Stream, pool: object) -> None:
         """Record the step; `host` holds padding alone, so that the KV pools stay as they are."""
@@ -80,7 +81,7 @@ class FixedStep:
             self._outputs = self._run()
         self._graph = graph
 
-    def run(self) -> tuple[Tensor, Tensor]:
+    def run(self) -> Outputs:
         """Run the step that `host` describes; the result holds until another graph runs."""
         self.buffer.copy_(self.host, non_blocking=True)
         if self._graph is None or self._outputs is None:
@@ -88,7 +89,7 @@ class FixedStep:
         self._graph.replay()
         return self._outputs
 
-    def _run(self) -> tuple[Tensor, Tensor]:
+    def _run(self) -> Outputs:
         if self.step is None:
             raise RuntimeError("a fixed step without a step")
         if not self.buffer.is_cuda:
@@ -122,7 +123,9 @@ class DecodeBuckets:
         max_batch: int,
         max_context_len: int,
         device: torch.device,
+        hidden: Tensor | None = None,
     ) -> None:
+        """`hidden` [max_batch, D] is what a draft model reads: it is filled before each run."""
         self._block_size = next(iter(pools.values())).shape[1]
         self._batches = batch_buckets(max_batch)
         self._widths = block_buckets(max_context_len, self._block_size)
@@ -133,7 +136,9 @@ class DecodeBuckets:
                 fixed = FixedStep(size, device, compute, overlap=batch == 1)
                 ids, positions, slots, lens = fixed.buffer[: 4 * batch].view(4, batch)
                 tables = fixed.buffer[4 * batch :].view(batch, width)
-                fixed.step = Step(ids, positions, slots, None, Decode(tables, lens), pools)
+                states = None if hidden is None else hidden[:batch]
+                attention = Decode(tables, lens)
+                fixed.step = Step(ids, positions, slots, None, attention, pools, states)
                 arrays = DecodeArrays(fixed.host.numpy(), batch, width)
                 self._buckets[batch, width] = (fixed, arrays)
 
@@ -142,18 +147,18 @@ class DecodeBuckets:
         """All of them, to be captured."""
         return [fixed for fixed, _ in self._buckets.values()]
 
-    def run(self, rows: Sequence[StepRow]) -> tuple[Tensor, Tensor]:
-        """Return logits [n, V] and what is fetched of them, of the whole bucket. Mutates the pools.
+    def run(self, rows: Sequence[StepRow]) -> Outputs:
+        """Return logits [n, V], and the rest of the outputs of the whole bucket. Mutates the pools.
 
-        Both hold until the next run of any bucket.
+        All hold until the next run of any bucket.
         """
         blocks = max(row.context_len // self._block_size + 1 for row in rows)
         batch = self._batches[bisect_left(self._batches, len(rows))]
         width = self._widths[bisect_left(self._widths, blocks)]
         fixed, arrays = self._buckets[batch, width]
         arrays.fill(rows, self._block_size)
-        logits, fetched = fixed.run()
-        return logits[: len(rows)], fetched
+        logits, *rest = fixed.run()
+        return logits[: len(rows)], *rest
 
 
 class PromptBuckets:
@@ -187,10 +192,10 @@ class PromptBuckets:
         fit = tokens <= PROMPT_TOKENS[-1] and len(rows) <= PROMPT_ROWS
         return fit and not any(row.context_len for row in rows)
 
-    def run(self, rows: Sequence[StepRow]) -> tuple[Tensor, Tensor]:
+    def run(self, rows: Sequence[StepRow]) -> Outputs:
         """As DecodeBuckets.run, for rows that `hold`."""
         tokens = sum(len(row.token_ids) for row in rows)
         fixed, arrays = self._buckets[bisect_left(PROMPT_TOKENS, tokens)]
         arrays.fill(rows, self._block_size)
-        logits, fetched = fixed.run()
-        return logits[: len(rows)], fetched
+        logits, *rest = fixed.run()
+        return logits[: len(rows)], *rest

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepseek_triton.errors import EngineMismatchError
-from deepseek_triton.runner.cuda_program import LOGIT_ROWS, Program
+from deepseek_triton.runner.cuda_program import HIDDEN, LOGIT_ROWS, LOGITS, Program
 from deepseek_triton.runner.cuda_reference import Operator
 from deepseek_triton.runner.cuda_step import Step
 
@@ -36,6 +36,8 @@ class CudaModel:
             )
         self.program, self.weights, self.device = program, weights, device
         names = [n for call in program.calls for n in call.inputs if "_pool." in n]
+        made = {name for call in program.calls for name in call.outputs}
+        self._outputs = [name for name in (LOGITS, HIDDEN) if name in made]
         self.pool_names = list(dict.fromkeys(names))
         last_use = {name: i for i, call in enumerate(program.calls) for name in call.inputs}
         # (call, implementation, values that nothing reads afterwards)
@@ -48,23 +50,24 @@ class CudaModel:
             for i, call in enumerate(program.calls)
         ]
 
-    def forward(self, step: Step) -> Tensor:
-        """Return logits [R, V] of the wanted rows. Mutates the pools.
+    def forward(self, step: Step) -> tuple[Tensor, ...]:
+        """Return logits [R, V] of the wanted rows, and hidden [T, D] if the program gives it.
+
+        Mutates the pools.
 
         Raises nothing about the values: a failed kernel shows at the next synchronisation.
         """
         with torch.inference_mode():
             return self._forward(step)
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: Step) -> tuple[Tensor, ...]:
         values: dict[str, Any] = dict(self.weights)
         values["input_ids"], values["positions"] = step.input_ids, step.positions
-        values[LOGIT_ROWS] = step.logit_rows
+        values[LOGIT_ROWS], values[HIDDEN] = step.logit_rows, step.hidden
         for call, operator, dead in self._plan:
             result = operator(step, call, [values.get(name) for name in call.inputs])
             results = result if isinstance(result, tuple) else (result,)
             values.update(zip(call.outputs, results, strict=False))
             for name in dead:
                 values.pop(name, None)
-        logits: Tensor = values["logits"]
-        return logits
+        return tuple(values[name] for name in self._outputs)

@@ -22,7 +22,8 @@ from onnx import helper, numpy_helper
 from deepseek_triton.errors import EngineMismatchError
 
 LOGIT_ROWS = "logit_rows"
-STEP_INPUTS = ("input_ids", "positions", LOGIT_ROWS)
+LOGITS, HIDDEN = "logits", "hidden"
+"""What a run gives: `hidden` [T, D] only where a draft model reads it (export/portable.py)."""
 _LAST = "last"  # the portable node that picks one hidden row for each row of the batch
 _MASK = "deepseek.AttentionMask"
 
@@ -118,8 +119,9 @@ def program_of(model: onnx.ModelProto, model_path: Path) -> Program:
     }
     if len(locations) > 1:
         raise EngineMismatchError(f"{model_path}: weights in several files {sorted(locations)}")
+    outputs = {LOGITS, HIDDEN}.intersection(output.name for output in model.graph.output)
     program = Program(
-        tuple(_needed(_take_logit_rows(calls, model_path))),
+        tuple(_needed(_take_logit_rows(calls, model_path), outputs)),
         {tensor.name: tensor for tensor in tensors},
         model_path.with_name(locations.pop()) if locations else None,
     )
@@ -182,9 +184,9 @@ def _take_logit_rows(calls: list[Call], path: Path) -> list[Call]:
     return [gather if _LAST in call.outputs else call for call in calls]
 
 
-def _needed(calls: list[Call]) -> list[Call]:
-    """Drop the mask and what nothing reads; logits are the one output."""
-    needed, kept = {"logits"}, []
+def _needed(calls: list[Call], outputs: set[str]) -> list[Call]:
+    """Drop the mask and what neither `outputs` nor another call reads."""
+    needed, kept = set(outputs), []
     for call in reversed(calls):
         if call.op != _MASK and needed.intersection(call.outputs):
             needed.update(call.inputs)

@@ -17,8 +17,8 @@ from deepseek_triton.runner.sampler import sample, top_log_probs
 def greedy(logits: Tensor) -> Tensor:
     """Return [2, n] int32: the likeliest token of each row of logits [n, V], its log prob's bits.
 
-    As runner/sampler.py: a row without a finite maximum, or of zeros alone, gets −1; the lower id
-    wins a tie.
+    As runner/sampler.py: a row without a finite maximum, or of zeros alone, gets −1 and NaN; the
+    lower id wins a tie.
     """
     if logits.is_cuda:
         from deepseek_triton.kernels.sampling import sample as sample_on_device
@@ -27,9 +27,10 @@ def greedy(logits: Tensor) -> Tensor:
         return packed
     wide = logits.float()
     peaks, token_ids = wide.max(dim=-1)
-    log_probs = peaks - wide.logsumexp(dim=-1)
+    log_probs = -(wide - peaks[:, None]).exp().sum(dim=-1, dtype=torch.float64).log().float()
     usable = peaks.isfinite() & ((peaks != 0) | (wide.amin(dim=-1) != 0))
     token_ids = torch.where(usable, token_ids, -1).int()
+    log_probs = torch.where(usable, log_probs, torch.nan)
     return torch.stack((token_ids, log_probs.view(torch.int32)))
 
 
@@ -74,6 +75,20 @@ def _token_counts(rows: Sequence[RowSampling], logits: Tensor) -> Tensor:
             counts[i].index_fill_(0, prompt, IN_PROMPT)
             counts[i].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
     return counts
+
+
+def score(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Return [2, n] int32: the likeliest token of each row of logits [n, V], and the bits of the
+    log prob of token_ids [n].
+
+    As runner/sampler.py: rows that `greedy` refuses get −1 and NaN.
+    """
+    packed = greedy(logits)
+    best_ids, of_best = packed[0], packed[1].view(torch.float32)
+    pairs = torch.stack((token_ids, best_ids.clamp(min=0)), dim=1).long()
+    given, best = logits.gather(1, pairs).float().unbind(dim=1)
+    log_probs = torch.where(best_ids < 0, torch.nan, (given - best + of_best).clamp(max=0.0))
+    return torch.stack((best_ids, log_probs.view(torch.int32)))
 
 
 def unpack(packed: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

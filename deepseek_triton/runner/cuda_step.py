@@ -6,9 +6,15 @@ token a row; a prefill step has ragged rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from deepseek_triton.runner.base import StepRow
+from deepseek_triton.runner.cuda_batch import RaggedRows
 
 
 @dataclass(frozen=True)
@@ -40,3 +46,22 @@ class Step:
     logit_rows: Tensor | None  # [R] int64 tokens whose logits are wanted; None = all
     attention: Decode | Prefill
     pools: dict[str, Tensor] = field(repr=False)  # graph input name → [N, block_size, W]
+    hidden: Tensor | None = None  # [T, D] of the model at these tokens, for its draft model
+
+
+def packed_step(rows: Sequence[StepRow], pools: dict[str, Tensor], device: torch.device) -> Step:
+    """Return a prefill step of `rows`, one after another, with the logits of their last tokens."""
+    arrays = RaggedRows(rows, next(iter(pools.values())).shape[1])
+    parts = arrays.parts()
+    joined = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
+    ids, positions, slots, cu_q, cu_k, logit_rows, key_slots = joined.split(
+        [len(part) for part in parts]
+    )
+    attention = Prefill(
+        arrays.q_lens,
+        arrays.k_lens,
+        cu_q,
+        cu_k,
+        key_slots.long() if arrays.has_context else None,
+    )
+    return Step(ids, positions, slots, logit_rows.long(), attention, pools)

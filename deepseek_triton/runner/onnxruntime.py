@@ -13,7 +13,7 @@ speculative decoding (arXiv 2211.17192) for a draft that is certain of its token
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import TopLogProbs
+from deepseek_triton.runner.acceptance import accept, by_row, following
 from deepseek_triton.runner.base import RowScores, Speculation, StepResult, StepRow
 from deepseek_triton.runner.ort_model import ModelRow, ModelShape, PagedModel
 from deepseek_triton.runner.ort_session import allocate_pools, available_cores, open_session
@@ -116,9 +117,9 @@ class OnnxRuntimeRunner:
         tops: tuple[TopLogProbs, ...] = ()
         if samplings:
             ids, probs = sample(logits[order], samplings)
-            drawn = list(_accept(rows, ids.tolist(), probs.tolist()))
+            drawn = list(accept(rows, ids.tolist(), probs.tolist()))
             counts = [sampling.params.top_log_probs for sampling in samplings]
-            tops = _by_row(rows, top_log_probs(logits[order], counts))
+            tops = by_row(rows, top_log_probs(logits[order], counts))
         for index, (row_ids, row_probs) in enumerate(drawn):
             if row_ids:
                 token_ids[index], log_probs[index] = row_ids[0], row_probs[0]
@@ -171,10 +172,9 @@ class OnnxRuntimeRunner:
         """
         indices, inputs = [], []
         for index, (row, token_ids) in enumerate(zip(rows, drawn, strict=True)):
-            following = token_ids if row.sampling is not None else (row.next_token_id,)
-            if following[-1] < 0:
+            ids = following(row, token_ids)
+            if ids is None:
                 continue
-            ids = np.concatenate([row.token_ids[1:], np.array(following, np.int32)])
             states = hidden[index][: len(ids)]
             wanted = int(row.sampling is not None)
             inputs.append(ModelRow(ids, row.context_len, row.block_table, wanted, states))
@@ -203,41 +203,6 @@ def _model_row(row: StepRow) -> ModelRow:
         ids = np.concatenate([ids, np.array(row.draft_token_ids, np.int32)])
     wanted = 0 if row.sampling is None else 1 + len(row.draft_token_ids)
     return ModelRow(ids, row.context_len, row.block_table, wanted)
-
-
-def _accept(
-    rows: Sequence[StepRow], token_ids: list[int], log_probs: list[float]
-) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """Yield each row's tokens and log probs up to the first that is not what the draft said.
-
-    `token_ids` and `log_probs` hold 1 + d values for each sampling row with d drafts.
-    """
-    begin = 0
-    for row in rows:
-        if row.sampling is None:
-            yield (), ()
-            continue
-        drafts = row.draft_token_ids
-        right = 0
-        while right < len(drafts) and token_ids[begin + right] == drafts[right]:
-            right += 1
-        kept = slice(begin, begin + right + 1)
-        yield tuple(token_ids[kept]), tuple(log_probs[kept])
-        begin += 1 + len(drafts)
-
-
-def _by_row(rows: Sequence[StepRow], tops: tuple[TopLogProbs, ...]) -> tuple[TopLogProbs, ...]:
-    """Return those of each row's first place; `tops` has them of all places."""
-    if not tops:
-        return ()
-    places = iter(tops)
-    found = []
-    for row in rows:
-        own = [
-            next(places) for _ in range(0 if row.sampling is None else 1 + len(row.draft_token_ids))
-        ]
-        found.append(own[0] if own else ())
-    return tuple(found)
 
 
 def _check_runtime(engine: EngineDir) -> None:

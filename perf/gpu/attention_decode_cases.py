@@ -126,9 +126,9 @@ def latent_bare(
 
 def decode_sweep(batch: int, context: int, heads: int) -> Iterator[Case]:
     """Yield `latent_bare` with other splits and tiles."""
-    tiles = ((64, 16, 4, 2), (64, 16, 4, 1), (64, 16, 8, 1), (128, 16, 8, 1), (32, 16, 4, 1))
+    tiles = ((64, 16, 4, 2), (64, 16, 8, 2), (32, 16, 4, 2), (32, 16, 4, 3))
     if heads > 16:
-        tiles = ((64, 32, 4, 2), (64, 32, 4, 1), (64, 64, 8, 1), (64, 32, 8, 1))
+        tiles = ((64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 8, 2))
     rows = batch * max(1, heads // 32)
     splits = sorted({max(1, min(64, round(132 / rows * f))) for f in (0.5, 1, 2, 4)})
     for block_n, block_h, warps, stages in tiles:

@@ -68,11 +68,20 @@ def make_runner(
 
 
 def rows(
-    batch: int, new: int, context: int, vocab: int, seed: int = 0, block_size: int = BLOCK_SIZE
+    batch: int,
+    new: int,
+    context: int,
+    vocab: int,
+    seed: int = 0,
+    blocks: int = 0,
+    block_size: int = BLOCK_SIZE,
 ) -> tuple[StepRow, ...]:
-    """Return rows of `new` random tokens after `context` cached ones, in blocks of their own."""
+    """Return rows of `new` random tokens after `context` cached ones, in blocks of their own.
+
+    Which blocks depends on `batch`, `seed` and their number in a row, `blocks` if it is given.
+    """
     rng = np.random.default_rng(seed)
-    blocks = -(-(new + context) // block_size)
+    blocks = blocks or -(-(new + context) // block_size)
     tables = rng.permutation(batch * blocks).astype(np.int32).reshape(batch, blocks)
     ids = rng.integers(0, vocab, (batch, new)).astype(np.int32)
     return tuple(

@@ -94,6 +94,68 @@ V3_LAYER: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+_GROUPED_QUERY: dict[str, Any] = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_hidden_layers": 28,
+}
+
+DISTILL_LLAMA_8B: dict[str, Any] = {
+    **_GROUPED_QUERY,
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+
+DISTILL_QWEN_7B: dict[str, Any] = {
+    **_GROUPED_QUERY,
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "use_sliding_window": False,
+}
+
+MOE_16B: dict[str, Any] = {
+    **_GROUPED_QUERY,
+    "model_type": "deepseek",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    **{key: V2_LITE[key] for key in V2_LITE if "expert" in key or "moe" in key},
+    "first_k_dense_replace": 1,
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+}
+
 
 class Shapes:
     """A checkpoint of ones that take no memory: what export needs to lay a graph out."""

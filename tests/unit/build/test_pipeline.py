@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from deepseek_triton.build import pipeline
 from deepseek_triton.build.engine_dir import load_engine_dir
@@ -14,7 +16,9 @@ from deepseek_triton.build.pipeline import build_engine, is_current
 from deepseek_triton.build.targets import ONNXRUNTIME_GPU
 from deepseek_triton.checkpoint.presets import preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
+from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.errors import CheckpointError, ConfigError
+from tests.unit.quantize.stored import AWQ_CONFIG, awq, write_int4_checkpoints
 
 SCRIPT = Path(__file__).parents[3] / "build_scripts" / "build_engine.py"
 
@@ -217,3 +221,19 @@ def test_the_script_says_that_the_folder_does_not_exist(tmp_path: Path) -> None:
     done = run_script("--checkpoint", tmp_path / "nowhere", "--engine", tmp_path / "engine")
     assert done.returncode == 1
     assert "nowhere: the folder does not exist" in done.stderr
+
+
+@pytest.mark.parametrize(("target", "precision"), [("onnxruntime", "fp32"), ("cuda", "bf16")])
+def test_an_int4_checkpoint_with_a_scale_that_is_not_finite_is_not_built(
+    tmp_path: Path, target: str, precision: str
+) -> None:
+    config = preset_config("v2-lite") | {"num_hidden_layers": 2}
+    folder, _ = write_int4_checkpoints(tmp_path, config, AWQ_CONFIG, awq)
+    reader = CheckpointReader(folder)
+    tensors = {name: np.array(reader.read(name)) for name in reader.names()}
+    name = "model.layers.1.mlp.experts.1.down_proj.scales"
+    tensors[name][0, 3] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} has 1 scales that are not finite"):
+        build_engine(folder, tmp_path / "engine", target=target, precision=precision)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "int4", "dense"}

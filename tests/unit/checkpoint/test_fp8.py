@@ -102,6 +102,18 @@ def test_scales_of_other_blocks_are_refused(tmp_path: Path, fp8_checkpoint: Path
         open_checkpoint(fp8_checkpoint, read_model_spec(fp8_checkpoint))
 
 
+def test_scales_that_are_not_finite_are_refused_by_name(fp8_checkpoint: Path) -> None:
+    stored = CheckpointReader(fp8_checkpoint)
+    tensors = {name: np.array(stored.read(name)) for name in stored.names()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[f"{name}_scale_inv"][0, 1] = np.inf
+    save_file(tensors, fp8_checkpoint / "model.safetensors")
+    reader = open_checkpoint(fp8_checkpoint, read_model_spec(fp8_checkpoint))
+    message = rf"{name}_scale_inv has 1 scales that are not finite, the first inf at \[0, 1\]"
+    with pytest.raises(CheckpointError, match=message):
+        reader.read(name)
+
+
 def test_fp8_weights_need_a_config_that_says_so(fp8_checkpoint: Path) -> None:
     config = json.loads((fp8_checkpoint / "config.json").read_text())
     del config["quantization_config"]

@@ -10,6 +10,7 @@ from deepseek_triton.kernels.experts import (
     experts,
     experts_reference,
 )
+from deepseek_triton.kernels.routing import Routing, route
 from tests.unit.kernels.int4_weights import int4_weights, relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3}
@@ -126,3 +127,16 @@ def test_combine_adds_a_token_s_rows_to_its_residual() -> None:
     out = torch.full((2, 20), float("nan"))
     combine(partial, residual, out)
     torch.testing.assert_close(out, residual + partial.view(2, 3, 20).sum(1))
+
+
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_a_token_that_is_not_finite_harms_no_other(tokens: int) -> None:
+    gate_up, down = matrices(7, 16, 32, torch.float32)
+    x, logits = torch.randn(tokens, 32), torch.randn(tokens, 6)
+    routing = Routing("softmax", 6, 2, num_shared=1)
+    want = experts(x, *route(logits, routing), gate_up, down)
+    x[3], logits[3] = float("nan"), float("nan")
+    got = experts(x, *route(logits, routing), gate_up, down)
+    others = torch.arange(tokens) != 3
+    torch.testing.assert_close(got[others], want[others], rtol=1e-5, atol=1e-5)
+    assert bool(got[3].isnan().all())

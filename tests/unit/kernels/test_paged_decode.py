@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -173,6 +175,17 @@ class TestKeyFilter:
         self.attend(replace(keep, block_mask=mask, retained=retained, sink=4), cache, q)
 
 
+def test_a_16_bit_tile_without_a_pipeline_is_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = paged_cache([16], RANK + ROPE, 16, dtype=torch.float16)
+    q = randn(1, 2, RANK + ROPE, dtype=torch.float16)
+    args: Any = (q, cache.pools[0], cache.block_tables, cache.context_lens)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(ValueError, match=r"tile.stages is 1; torch.float16 needs at least 2"):
+        latent_decode(*args, scale=0.2, rank=RANK, tile=DecodeTile(1, 16, 16, 4, 1))
+
+
 def test_the_chosen_layout_fills_the_card_and_no_more() -> None:
     one = choose_tile(1, 1, 16, 576, 1024, torch.bfloat16)
     many = choose_tile(64, 1, 16, 576, 1024, torch.bfloat16)
@@ -180,3 +193,30 @@ def test_the_chosen_layout_fills_the_card_and_no_more() -> None:
     assert many.splits == 2
     assert choose_tile(512, 1, 64, 576, 8192, torch.bfloat16).splits == 1
     assert choose_tile(1, 1, 1, 24, 16, torch.float32).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "block_size"), [([5], 16), ([5], 32), ([33, 1], 16), ([40, 0], 16)], ids=str
+)
+def test_nothing_is_read_beyond_tables_pools_and_queries(
+    lengths: list[int], block_size: int
+) -> None:
+    """In a process of its own, which a read of what is not there would kill."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ_GUARDED.format(lengths, block_size)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+
+
+READ_GUARDED = """
+from deepseek_triton.kernels.latent_decode import latent_decode
+from deepseek_triton.kernels.paged_decode import DecodeTile
+from tests.unit.kernels.guarded import guarded
+from tests.unit.kernels.paged_cache import paged_cache, randn
+cache = paged_cache({0}, 48, {1})
+parts = (randn(len({0}), 3, 48), cache.pools[0], cache.block_tables, cache.context_lens)
+latent_decode(*map(guarded, parts), scale=0.2, rank=40, tile=DecodeTile(2, 64, 16, 4, 1))
+"""

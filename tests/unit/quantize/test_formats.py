@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -200,6 +202,38 @@ def test_parts_that_do_not_belong_together_are_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         opened(tmp_path, tensors, config)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("tensors", "config", "part", "at"),
+    [
+        (awq(SOURCE, LAYER), AWQ, "scales", [1, 5]),
+        (gptq(SOURCE, LAYER), GPTQ, "scales", [1, 5]),
+        (pack_quantized(SOURCE, LAYER), packed_config(), "weight_scale", [5, 1]),
+    ],
+    ids=["awq", "gptq", "compressed-tensors"],
+)
+def test_scales_that_are_not_finite_are_refused_by_name(
+    tmp_path: Path,
+    tensors: Tensors,
+    config: dict[str, Any],
+    part: str,
+    at: list[int],
+    dtype: Any,
+    value: float,
+) -> None:
+    scales = tensors[f"{SOURCE}.{part}"].astype(dtype)
+    scales[tuple(at)] = value
+    reader = opened(tmp_path, changed(tensors, part, scales), config)
+    layer = reader.int4(SOURCE)
+    assert layer is not None
+    message = f"{SOURCE}.{part} has 1 scales that are not finite, the first {value} at {at}"
+    with pytest.raises(CheckpointError, match=re.escape(message) + ".*quantise it anew"):
+        layer.scales()
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        reader.require(f"{SOURCE}.weight", (16, 64))
 
 
 def test_a_layer_whose_shape_is_not_the_configs_is_refused(tmp_path: Path) -> None:

@@ -166,6 +166,39 @@ def test_a_row_without_finite_logits_gets_no_token_and_harms_no_other(
     assert runner.run(last).token_ids.tolist() == [best[0], -1, best[2]]
 
 
+def test_scores_are_those_of_onnx_runtime(folder: Path, runner: CudaRunner) -> None:
+    exact = OnnxRuntimeRunner.load(folder / "onnxruntime", num_blocks=NUM_BLOCKS, num_threads=1)
+    steps = [
+        (scored(PROMPTS[0], TABLES[0], 0, 4), scored(PROMPTS[1], TABLES[1], 0, 20)),
+        (scored(PROMPTS[2], TABLES[2], 0, 19), scored(PROMPTS[1], TABLES[1], 20, 36)),
+        (scored(PROMPTS[0], TABLES[0], 3, 4),),  # one token, already scored: the same again
+    ]
+    for step in steps:
+        for got, want in zip(runner.score(step), exact.score(step), strict=True):
+            np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-4)
+            np.testing.assert_array_equal(got.best_ids, want.best_ids)
+    exact.close()
+
+
+def scored(prompt: NDArray[np.int64], table: list[int], begin: int, end: int) -> StepRow:
+    following = int(prompt[end])
+    return dataclasses.replace(row(prompt, table, begin, end, None), next_token_id=following)
+
+
+def test_a_token_without_finite_logits_is_scored_nan_and_the_others_as_ever(
+    runner: CudaRunner,
+) -> None:
+    rows = (scored(PROMPTS[0], TABLES[0], 0, 4), scored(PROMPTS[1], TABLES[1], 5, 36))
+    runner.score((scored(PROMPTS[1], TABLES[1], 0, 36),))
+    before = runner.score(rows)
+    next(iter(runner._pools.values()))[TABLES[1][0], 2] = float("inf")
+    after = runner.score(rows)
+    np.testing.assert_array_equal(after[0].log_probs, before[0].log_probs)
+    assert np.isnan(after[1].log_probs).all()
+    assert (after[1].best_ids == -1).all()
+    assert np.isfinite(before[1].log_probs).all()
+
+
 def test_the_pool_is_sized_from_what_the_weights_leave(engine: EngineDir) -> None:
     seen: list[int] = []
     runner = CudaRunner.open(engine, num_blocks=lambda free: seen.append(free) or 5, device="cpu")

@@ -65,10 +65,66 @@ def test_a_row_with_a_guide_is_drawn_on_the_host() -> None:
     assert token_ids[0] == 69
 
 
-def test_greedy_refuses_what_the_sampler_refuses() -> None:
-    logits = torch.randn(4, VOCAB)
-    logits[0, 7], logits[1, 3], logits[2] = float("nan"), float("inf"), 0.0
-    token_ids, _ = unpack(greedy(logits))
-    want, _ = sample(logits.numpy(), [ROWS[2]] * 4)
-    assert token_ids.tolist() == want.tolist()
-    assert token_ids[:3].tolist() == [-1, -1, -1]
+NASTY = (
+    "usual", "nan", "all nan", "+inf", "all +inf", "-inf in places", "all -inf", "one finite",
+    "a nan among -inf", "zeros", "-zeros", "zeros but one", "zeros below -inf", "largest",
+)  # fmt: skip
+KINDS = [
+    row(),
+    row(0.5, temperature=1.0),
+    row(0.9, temperature=0.7, top_k=5),
+    row(0.2, temperature=1.3, top_p=0.8),
+    row(0.7103, (4, 5), temperature=1.0, repetition_penalty=1.3, presence_penalty=0.5),
+    row(0.4, repetition_penalty=1e-30, frequency_penalty=0.5),  # a logit seen before overflows
+]
+
+
+def nasty_logits(vocab: int) -> torch.Tensor:
+    """One row for each of NASTY; what is odd lies in the middle and at the end."""
+    logits = torch.from_numpy(RNG.normal(0, 3, (len(NASTY), vocab)).astype(np.float32))
+    middle, last, inf = vocab // 2, vocab - 1, float("inf")
+    for name, values in zip(NASTY, logits, strict=True):
+        everywhere = {"all nan": np.nan, "all +inf": inf, "zeros": 0.0, "-zeros": -0.0}
+        everywhere |= {"one finite": -inf, "a nan among -inf": -inf, "all -inf": -inf}
+        everywhere |= {"zeros but one": 0.0, "zeros below -inf": -inf}
+        if name in everywhere:
+            values.fill_(everywhere[name])
+        if name in ("nan", "a nan among -inf"):
+            values[last] = np.nan
+        elif name == "+inf":
+            values[[middle, last]] = inf
+        elif name == "-inf in places":
+            values[:middle] = -inf
+        elif name == "one finite":
+            values[last] = -7.0
+        elif name == "zeros but one":
+            values[last] = -1.0
+        elif name == "zeros below -inf":
+            values[middle:] = 0.0
+        elif name == "largest":
+            values[[middle, last]] = float(np.finfo(np.float32).max)
+    return logits
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["pytorch", "kernels"])
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize("vocab", [VOCAB, 5000])  # 5000: several programs a row
+def test_rows_that_are_not_finite_are_refused_as_on_the_host_and_harm_no_other(
+    vocab: int, kind: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, rows = nasty_logits(vocab), [KINDS[kind]] * len(NASTY)
+    before = logits.clone()
+    want_ids, want_log_probs = sample(logits.numpy(), rows)
+    with monkeypatch.context() as patch, launches_in_turn():
+        patch.setattr(torch.Tensor, "is_cuda", on_device)
+        plain = KINDS[kind].plain
+        token_ids, log_probs = unpack(greedy(logits) if plain else choose(logits, rows))
+    assert token_ids.tolist() == want_ids.tolist(), NASTY
+    given = want_ids >= 0
+    np.testing.assert_allclose(log_probs[given], want_log_probs[given], atol=1e-4)
+    assert np.isnan(log_probs[~given]).all()
+    np.testing.assert_array_equal(logits.numpy(), before.numpy())
+    refused = {"nan", "all nan", "+inf", "all +inf", "all -inf", "a nan among -inf"}
+    refused |= {"zeros", "-zeros"}
+    if not KINDS[kind].params.penalized:
+        assert {name for name, fits in zip(NASTY, given, strict=True) if not fits} == refused
