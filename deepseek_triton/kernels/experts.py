@@ -1,8 +1,9 @@
 """Mixture of experts: the chosen experts' gated MLPs, and their weighted sum.
 
 Three ways, by the number of tokens. One token reads each of its experts with plain multiply-adds.
-Up to 64 tokens, a program owns a tile of one expert's weights and finds the expert's tokens itself,
-so that each weight is read once. More tokens are sorted by expert into blocks for the tensor cores.
+Up to FEW_TOKENS, a program owns a tile of one expert's weights and finds the expert's tokens
+itself, so that each weight is read once. More tokens are sorted by expert into blocks for the
+tensor cores; INT4 sorts sooner, since larger sums would take the registers that unpacking needs.
 Sums over the chosen experts are taken in their order: no atomics, the same bits every time.
 """
 
@@ -18,9 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepseek_triton.kernels.experts_int4 import one_token_down_int4
 from deepseek_triton.kernels.experts_one_token import one_token
+from deepseek_triton.kernels.grouping import group_pairs
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
-from deepseek_triton.kernels.routing import group_pairs
 from deepseek_triton.kernels.tiles import (
     dense_product,
     described_product,
@@ -31,6 +32,7 @@ from deepseek_triton.kernels.tiles import (
 Matrices: TypeAlias = "torch.Tensor | Int4Tensor"  # one matrix for each expert
 USE_DESCRIPTORS = True  # fetch weights of many tokens by the tensor memory unit: 14% faster
 FEW_TOKENS = 64  # up to here tokens are matched by each program; beyond, sorted first
+FEW_TOKENS_INT4 = 16
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,10 @@ def experts(
         one_token_down_int4(hidden, ids, weights, down, residual, out)
         return out
     partial = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
+    int4 = isinstance(gate_up, Int4Tensor)
     product: _Few | _Grouped = _Few()
-    if tokens > FEW_TOKENS:
-        product = _Grouped(ids, gate_up.shape[0])
+    if tokens > (FEW_TOKENS_INT4 if int4 else FEW_TOKENS):
+        product = _Grouped(ids, gate_up.shape[0], int4=int4)
     product(x, ids, weights, gate_up, hidden, down=False)
     product(hidden, ids, weights, down, partial, down=True)
     combine(partial, residual, out)
@@ -131,7 +134,7 @@ def combine(partial: torch.Tensor, residual: torch.Tensor | None, out: torch.Ten
 
 
 class _Few:
-    """Products for up to FEW_TOKENS tokens: each program finds its expert's tokens."""
+    """Products for few tokens: each program finds its expert's tokens."""
 
     def __call__(
         self,
@@ -157,8 +160,10 @@ class _Few:
 class _Grouped:
     """Products of pairs sorted by expert; sorted once for both."""
 
-    def __init__(self, ids: torch.Tensor, num_experts: int) -> None:
+    def __init__(self, ids: torch.Tensor, num_experts: int, *, int4: bool) -> None:
         rows = 128 if ids.numel() >= 64 * num_experts else 64
+        if int4 and len(ids) <= FEW_TOKENS:
+            rows = 16
         self._groups = group_pairs(ids, num_experts, rows)
 
     def __call__(
@@ -188,7 +193,7 @@ class _Grouped:
 
 
 def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> ExpertTile:
-    """Choose tiles for up to FEW_TOKENS tokens: many bytes in flight on each multiprocessor.
+    """Choose tiles for few tokens: many bytes in flight on each multiprocessor.
 
     INT4 takes several blocks of 128 columns at a time where block_k is more than 128.
     """
@@ -198,7 +203,7 @@ def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> Expe
         return ExpertTile(block_t, 32, min(whole, 64), 4, 2)
     if int4 and tokens == 1:  # all programs run at once
         return ExpertTile(8, 64, 512, 4, 2)
-    return ExpertTile(block_t, 64, min(whole, 128), 4, 4 if int4 else 3)
+    return ExpertTile(block_t, 64, min(whole, 128), 4, 5 if int4 else 3)
 
 
 def grouped_tile(
@@ -208,8 +213,10 @@ def grouped_tile(
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
         return ExpertTile(rows, 32, min(whole, 32), 8, 2)
+    if int4 and rows <= 16:
+        return ExpertTile(rows, 64, 128, 4, 5)
     if int4:
-        return ExpertTile(rows, 128, 128, 8, 3)
+        return ExpertTile(rows, 256, 128, 8, 3) if rows > 64 else ExpertTile(rows, 128, 128, 4, 3)
     return ExpertTile(rows, 256 if features >= 256 else 64, min(whole, 64), 8, 4)
 
 
@@ -275,25 +282,28 @@ def _tile_product(
     a_rows = a_ptr + source.to(tl.int64) * K
     n = first + tl.arange(0, BLOCK_N)
     valid_n = n < features
-    row = expert.to(tl.int64) * features + n
     if GROUP == 0:
+        row = expert.to(tl.int64) * features + n
         acc = dense_product(
             a_rows, valid_m, matrix_ptr + row * K, valid_n,
             K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, IEEE,
         )  # fmt: skip
     else:
+        n = tl.minimum(n, features - 1)  # rows beyond are not stored
+        row = expert.to(tl.int64) * features + n
         word_rows = matrix_ptr + row * ((K + 127) // 128 * 32)
         table = expert.to(tl.int64) * features * ((K + GROUP - 1) // GROUP) + n
+        scales = scales_ptr + table
         zeros = zeros_ptr + table if zeros_ptr is not None else None
         if BLOCK_K > 128:
             acc = int4_product_few(
-                a_rows, valid_m, word_rows, valid_n, scales_ptr + table, zeros, features,
+                a_rows, valid_m, word_rows, valid_n, scales, zeros, features,
                 K, BLOCK_M, BLOCK_N, BLOCK_K // 128, STAGES, GROUP, ASM, IEEE,
             ).T  # fmt: skip
         else:
             acc = int4_product(
-                a_rows, valid_m, word_rows, valid_n, scales_ptr + table, zeros, features,
-                K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE,
+                a_rows, valid_m, word_rows, scales, zeros, features,
+                K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE, ROUND=BLOCK_M > 16,
             ).T  # fmt: skip
     _store_tile(acc, pair, valid_m, first, weights_ptr, out_ptr, features, BLOCK_M, BLOCK_N, DOWN)
 
@@ -325,7 +335,7 @@ def _few_product(
         _tile_product(
             a_ptr, pair, expert, first, weights_ptr, matrix_ptr, scales_ptr, zeros_ptr, out_ptr,
             features, K, PAIRS, BLOCK_T, BLOCK_N,
-            BLOCK_K if BLOCK_T <= 16 or GROUP > 0 else BLOCK_K // 2,
+            BLOCK_K if BLOCK_T <= 16 else BLOCK_K // 2,
             STAGES, DOWN, GROUP, ASM, IEEE,
         )  # fmt: skip
     elif count > 0:

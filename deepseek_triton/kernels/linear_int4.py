@@ -22,6 +22,7 @@ from deepseek_triton.kernels.tiles import (
 )
 
 _FEW_ROWS = 16  # up to here blocks of columns are the batch of one product
+_MANY_ROWS = 64  # beyond, arithmetic counts: weights are scaled, and rounded, before the product
 
 
 def linear_int4(
@@ -46,7 +47,7 @@ def linear_int4(
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     tile = _tile(rows, features, width, x.dtype)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"ROUND": rows > _MANY_ROWS}
     if tile.step:
         options = {"STEP": tile.step, "norm_ptr": norm_weight, "eps": eps}
     kernel = _few_rows if tile.step else _linear_int4
@@ -97,9 +98,9 @@ def _tile(rows: int, features: int, width: int, dtype: torch.dtype) -> Int4Tile:
         return Int4Tile(block_m, 32, 4, 3, step=4)
     if dtype == torch.float32:
         return Int4Tile(16, 16, 4, 2)
-    if rows <= 64:
-        return Int4Tile(triton.next_power_of_2(rows), 64, 4, 4)
-    return Int4Tile(128, 128, 8, 3)
+    if rows <= _MANY_ROWS:
+        return Int4Tile(triton.next_power_of_2(rows), 64, 4, 3)
+    return Int4Tile(128, 256, 8, 3)
 
 
 @triton.jit
@@ -107,18 +108,21 @@ def _linear_int4(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr,
     rows, features, x_stride, out_stride, residual_stride,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr, ROUND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid_n = n < features
     valid_m = m < rows
     await_inputs(PDL)
+    x_rows = x_ptr + m.to(tl.int64) * x_stride
+    row = tl.minimum(n, features - 1)  # rows beyond are not stored
+    word_rows = codes_ptr + row.to(tl.int64) * ((K + 127) // 128 * 32)
+    zeros = zeros_ptr + row if zeros_ptr is not None else None
     acc = int4_product(
-        x_ptr + m.to(tl.int64) * x_stride, valid_m,
-        codes_ptr + n.to(tl.int64) * ((K + 127) // 128 * 32), valid_n,
-        scales_ptr + n, zeros_ptr + n if zeros_ptr is not None else None, features,
-        K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE,
+        x_rows, valid_m, word_rows, scales_ptr + row, zeros, features,
+        K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE, ROUND,
     ).T  # fmt: skip
     _store(
         acc, m, n, valid_m, valid_n, bias_ptr, residual_ptr, out_ptr, out_stride, residual_stride

@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_QUARTER = tl.constexpr(32)  # a fourth of the 128 columns of K whose codes share 32 words
-
 # (nibble | magic) is magic's value plus the code, exactly: 128 + code in bf16, 1,024 + in fp16.
 _SPREAD_BF16 = tl.constexpr(
     """
@@ -104,55 +102,100 @@ def _nibble(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _group_row(table, column, valid_n, stride, K: tl.constexpr, GROUP: tl.constexpr):
-    """Return the scales (or zero points) of the group of `column`, or of the last: [BLOCK_N]."""
-    group = tl.minimum(column // GROUP, (K - 1) // GROUP)
-    return tl.load(table + group * stride, mask=valid_n, other=0)
+def _side_by_side(left, right):
+    """Return [left | right] of two tensors [N, J]: a matter of register names alone."""
+    both = tl.permute(tl.join(left, right), 0, 2, 1)
+    return tl.reshape(both, [left.shape[0], 2 * left.shape[1]])
+
+
+@triton.jit
+def _columns(quarters, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Return COUNT (1, 2 or 4) quarters of 32 columns, from FIRST on, as one matrix."""
+    if COUNT == 1:
+        return quarters[FIRST]
+    elif COUNT == 2:
+        return _side_by_side(quarters[FIRST], quarters[FIRST + 1])
+    else:
+        left = _side_by_side(quarters[0], quarters[1])
+        return _side_by_side(left, _side_by_side(quarters[2], quarters[3]))
+
+
+@triton.jit
+def _load_columns(a_rows, valid_m, first, K: tl.constexpr, COUNT: tl.constexpr):
+    """Return columns first … first + COUNT of rows of K elements, 0 beyond K."""
+    k = first + tl.arange(0, COUNT)
+    inside = valid_m[:, None]
+    if K % 128 != 0:
+        inside = inside & (k < K)[None, :]
+    return tl.load(a_rows[:, None] + k[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _table_row(table, block, FIRST: tl.constexpr, stride, K: tl.constexpr, GROUP: tl.constexpr):
+    """Return the scales (or zero points) of the group that has column FIRST of a block."""
+    group = block * (128 // GROUP) + FIRST // GROUP
+    if K % 128 != 0:
+        group = tl.minimum(group, (K - 1) // GROUP)
+    return tl.load(table + group * stride)
+
+
+@triton.jit
+def _less_zeros(
+    w, zeros, block, FIRST: tl.constexpr, stride, K: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Return w, as `spread` gives it, less the zero points of its group: small integers."""
+    if zeros is not None:
+        return w - _table_row(zeros, block, FIRST, stride, K, GROUP).to(w.dtype)[:, None]
+    else:
+        symmetric: tl.constexpr = 1032.0 if w.dtype == tl.float16 else 136.0
+        return w - symmetric
 
 
 @triton.jit
 def int4_product(
-    a_rows, valid_m, word_rows, valid_n, scales, zeros, stride,
+    a_rows, valid_m, word_rows, scales, zeros, stride,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
+    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Return w · aᵀ [BLOCK_N, BLOCK_M] float32: weights first, so that they stay in registers.
 
     word_rows point at rows of packed words; `scales` and `zeros` at this tile's columns of group 0,
-    with `stride` elements from group to group. The products of a group's integers with a are summed
-    in float32 and scaled there: weights are never rounded.
+    with `stride` elements from group to group; all must be readable. The products of a group's
+    integers with a are summed in float32 and scaled there: weights are never rounded. With ROUND
+    the integers are scaled instead, and rounded to a's dtype. All of K is one sum then, and the
+    tensor cores need not wait for each group's; that pays from some 64 rows on.
     """
     dtype: tl.constexpr = a_rows.dtype.element_ty
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    symmetric: tl.constexpr = 1032.0 if dtype == tl.float16 else 136.0
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    word = tl.arange(0, _QUARTER)
-    next_scale = _group_row(scales, 0, valid_n, stride, K, GROUP)
-    if zeros is not None:
-        next_zero = _group_row(zeros, 0, valid_n, stride, K, GROUP)
-    for start in tl.range(0, K, 128, num_stages=STAGES):
-        at = word_rows[:, None] + (start // 4 + word)[None, :]
-        quarters = spread(tl.load(at, mask=valid_n[:, None], other=0), dtype, ASM)
-        part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for q in tl.static_range(4):
-            k = start + q * _QUARTER + word
-            inside = valid_m[:, None]
-            if K % 128 != 0:
-                inside = inside & (k < K)[None, :]
-            a = tl.load(a_rows[:, None] + k[None, :], mask=inside, other=0)
-            if q * _QUARTER % GROUP == 0:  # a group begins; the next one's scales set out
-                following = start + q * _QUARTER + GROUP
-                scale = next_scale[:, None]
-                next_scale = _group_row(scales, following, valid_n, stride, K, GROUP)
-                if zeros is not None:
-                    zero = next_zero.to(dtype)[:, None]
-                    next_zero = _group_row(zeros, following, valid_n, stride, K, GROUP)
-            w = quarters[q] - (zero if zeros is not None else symmetric)
-            part = tl.dot(w, a.T, part, input_precision=precision)
-            if (q + 1) * _QUARTER % GROUP == 0 or q == 3:
-                acc += part * scale
-                part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in tl.range(0, (K + 127) // 128, num_stages=STAGES):
+        words = tl.load(word_rows[:, None] + (block * 32 + tl.arange(0, 32))[None, :])
+        q = spread(words, dtype, ASM)
+        if ROUND:
+            q0 = _scaled(q[0], scales, zeros, block, 0, stride, K, GROUP)
+            q1 = _scaled(q[1], scales, zeros, block, 32, stride, K, GROUP)
+            q2 = _scaled(q[2], scales, zeros, block, 64, stride, K, GROUP)
+            q3 = _scaled(q[3], scales, zeros, block, 96, stride, K, GROUP)
+            a = _load_columns(a_rows, valid_m, block * 128, K, 128)
+            w = _columns((q0, q1, q2, q3), 0, 4)
+            acc = tl.dot(w, a.T, acc, input_precision=precision)
+        else:
+            for first in tl.static_range(0, 128, GROUP):
+                a = _load_columns(a_rows, valid_m, block * 128 + first, K, GROUP)
+                w = _columns(q, first // 32, GROUP // 32)
+                w = _less_zeros(w, zeros, block, first, stride, K, GROUP)
+                part = tl.dot(w, a.T, input_precision=precision)
+                acc += part * _table_row(scales, block, first, stride, K, GROUP)[:, None]
     return acc
+
+
+@triton.jit
+def _scaled(
+    w, scales, zeros, block, FIRST: tl.constexpr, stride, K: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Return w, as `spread` gives it, as weights."""
+    w = _less_zeros(w, zeros, block, FIRST, stride, K, GROUP)
+    return w * _table_row(scales, block, FIRST, stride, K, GROUP).to(w.dtype)[:, None]
 
 
 @triton.jit

@@ -15,9 +15,10 @@ from sampling_check_cases import sampling_cases
 
 from deepseek_triton.kernels import linear as linear_module
 from deepseek_triton.kernels import linear_int4 as int4_module
+from deepseek_triton.kernels.grouping import group_pairs
 from deepseek_triton.kernels.linear import linear, linear_reference
 from deepseek_triton.kernels.linear_int4 import Int4Tile, linear_int4
-from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference, router
+from deepseek_triton.kernels.routing import Routing, route, route_reference, router
 
 V2_ROUTING = Routing("softmax", 64, 6, num_shared=2)
 V3_ROUTING = Routing("sigmoid", 256, 8, 2.5, True, 8, 4, 1)
