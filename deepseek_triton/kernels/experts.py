@@ -1,9 +1,10 @@
 """Mixture of experts: the chosen experts' gated MLPs, and their weighted sum.
 
-Three ways, by the number of tokens. One token reads each of its experts with plain multiply-adds.
-Up to FEW_TOKENS, a program owns a tile of one expert's weights and finds the expert's tokens
-itself, so that each weight is read once. More tokens are sorted by expert into blocks for the
-tensor cores; INT4 sorts sooner, since larger sums would take the registers that unpacking needs.
+Three ways, by the number of tokens. One token reads its experts alone (experts_one_token.py,
+int4_one_token.py). Up to FEW_TOKENS, a program owns a tile of one expert's weights and finds the
+expert's tokens itself, so that each weight is read once. More tokens are sorted by expert into
+blocks for the tensor cores; INT4 sorts sooner: larger sums would take the registers that unpacking
+needs.
 Sums over the chosen experts are taken in their order: no atomics, the same bits every time.
 """
 
@@ -17,16 +18,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deepseek_triton.kernels.experts_int4 import one_token_down_int4
 from deepseek_triton.kernels.experts_one_token import one_token
 from deepseek_triton.kernels.grouping import group_pairs
+from deepseek_triton.kernels.int4_one_token import experts_int4_one
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 from deepseek_triton.kernels.tiles import (
     dense_product,
     described_product,
     int4_product,
-    int4_product_few,
 )
 
 Matrices: TypeAlias = "torch.Tensor | Int4Tensor"  # one matrix for each expert
@@ -66,13 +66,11 @@ def experts(
     hidden_size = down.shape[2]
     if out is None:
         out = torch.empty_like(x)
+    if tokens == 1 and isinstance(gate_up, Int4Tensor) and isinstance(down, Int4Tensor):
+        return experts_int4_one(x, ids, weights, gate_up, down, residual=residual, out=out)
     hidden = torch.empty(ids.numel(), hidden_size, dtype=x.dtype, device=x.device)
     if tokens == 1 and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
         one_token(x, ids, weights, gate_up, down, hidden, residual, out)
-        return out
-    if tokens == 1 and isinstance(down, Int4Tensor):
-        _Few()(x, ids, weights, gate_up, hidden, down=False)
-        one_token_down_int4(hidden, ids, weights, down, residual, out)
         return out
     partial = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
     int4 = isinstance(gate_up, Int4Tensor)
@@ -149,11 +147,10 @@ class _Few:
         num_experts, features, width = matrix.shape
         tokens, pairs = ids.shape
         tile = few_tile(tokens, width, a.dtype, int4=_is_int4(matrix))
-        owners = pairs if tokens == 1 else num_experts
-        _few_product[(triton.cdiv(features, tile.block_n), owners)](
+        _few_product[(triton.cdiv(features, tile.block_n), num_experts)](
             a, ids, weights, *_operands(matrix), out, tokens, features,
             K=width, PAIRS=pairs, BLOCK_T=tile.block_m, BLOCK_P=triton.next_power_of_2(pairs),
-            ONE=tokens == 1, DOWN=down, **_options(a, matrix, tile),
+            DOWN=down, **_options(a, matrix, tile),
         )  # fmt: skip
 
 
@@ -193,16 +190,11 @@ class _Grouped:
 
 
 def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> ExpertTile:
-    """Choose tiles for few tokens: many bytes in flight on each multiprocessor.
-
-    INT4 takes several blocks of 128 columns at a time where block_k is more than 128.
-    """
+    """Choose tiles for few tokens: many bytes in flight on each multiprocessor."""
     block_t = max(16, triton.next_power_of_2(tokens))
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
         return ExpertTile(block_t, 32, min(whole, 64), 4, 2)
-    if int4 and tokens == 1:  # all programs run at once
-        return ExpertTile(8, 64, 512, 4, 2)
     return ExpertTile(block_t, 64, min(whole, 128), 4, 5 if int4 else 3)
 
 
@@ -295,16 +287,10 @@ def _tile_product(
         table = expert.to(tl.int64) * features * ((K + GROUP - 1) // GROUP) + n
         scales = scales_ptr + table
         zeros = zeros_ptr + table if zeros_ptr is not None else None
-        if BLOCK_K > 128:
-            acc = int4_product_few(
-                a_rows, valid_m, word_rows, valid_n, scales, zeros, features,
-                K, BLOCK_M, BLOCK_N, BLOCK_K // 128, STAGES, GROUP, ASM, IEEE,
-            ).T  # fmt: skip
-        else:
-            acc = int4_product(
-                a_rows, valid_m, word_rows, scales, zeros, features,
-                K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE, ROUND=BLOCK_M > 16,
-            ).T  # fmt: skip
+        acc = int4_product(
+            a_rows, valid_m, word_rows, scales, zeros, features,
+            K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE, ROUND=BLOCK_M > 16,
+        ).T  # fmt: skip
     _store_tile(acc, pair, valid_m, first, weights_ptr, out_ptr, features, BLOCK_M, BLOCK_N, DOWN)
 
 
@@ -312,23 +298,18 @@ def _tile_product(
 def _few_product(
     a_ptr, ids_ptr, weights_ptr, matrix_ptr, scales_ptr, zeros_ptr, out_ptr, tokens, features,
     K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
-    DOWN: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DOWN: tl.constexpr,
+    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one expert, for those of up to BLOCK_T tokens that chose it; ONE: of one pair."""
+    """A tile of one expert, for those of up to BLOCK_T tokens that chose it."""
     expert = tl.num_programs(1) - 1 - tl.program_id(1)  # shared experts, the longest, go first
     first = tl.program_id(0) * BLOCK_N
     t = tl.arange(0, BLOCK_T)
     await_inputs(PDL)
-    if ONE:
-        pair = tl.where(t == 0, expert, -1)
-        expert = tl.load(ids_ptr + expert)
-    else:
-        p = tl.arange(0, BLOCK_P)[None, :]
-        mask = (t < tokens)[:, None] & (p < PAIRS)
-        ids = tl.load(ids_ptr + t[:, None] * PAIRS + p, mask=mask, other=-1)
-        pair = tl.max(tl.where(ids == expert, t[:, None] * PAIRS + p, -1), axis=1)
+    p = tl.arange(0, BLOCK_P)[None, :]
+    mask = (t < tokens)[:, None] & (p < PAIRS)
+    ids = tl.load(ids_ptr + t[:, None] * PAIRS + p, mask=mask, other=-1)
+    pair = tl.max(tl.where(ids == expert, t[:, None] * PAIRS + p, -1), axis=1)
     chosen = (pair >= 0).to(tl.int32)
     count = tl.sum(chosen, axis=0)
     if (count > 16) | ((BLOCK_T <= 16) & (count > 0)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from deepseek_triton.kernels.launch import await_inputs, dependent_launch
+from deepseek_triton.kernels.launch import await_and_release, await_inputs, dependent_launch
 
 
 def one_token(
@@ -26,6 +28,7 @@ def one_token(
     _one_gate_up[(triton.cdiv(hidden_size, 4), pairs)](
         x, ids, gate_up, hidden, hidden_size, K=width, BLOCK_N=4, BLOCK_K=block_k, **pdl
     )
+    # Directly behind _one_gate_up: it reads ids before it waits.
     # 8 elements for each of 64 threads: then the loads of both operands have one layout
     block_k = min(512, max(16, triton.next_power_of_2(hidden_size)))
     _one_down[(triton.cdiv(width, 4),)](
@@ -43,7 +46,7 @@ def _one_gate_up(
     pair = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = (n < hidden_size)[:, None]
-    await_inputs(PDL)
+    await_and_release(PDL)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     gate_rows = matrix_ptr + (expert * hidden_size + n[:, None]) * (2 * K)
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -64,20 +67,29 @@ def _one_down(
     K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: BLOCK_N results, summed over all of its experts."""
+    """One token: BLOCK_N results, summed over all of its experts.
+
+    The first expert's weights set out before the hidden units are there.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = (n < features)[:, None]
+    tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    rows = matrix_ptr + (tl.load(ids_ptr).to(tl.int64) * features + n[:, None]) * K
+    first = ()  # type: Any
+    for tile in tl.static_range(tiles):
+        k = tile * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        first = first + (tl.load(rows + k, mask=valid & (k < K), other=0),)
     await_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for pair in tl.static_range(PAIRS):
-        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        rows = matrix_ptr + (tl.load(ids_ptr + pair).to(tl.int64) * features + n[:, None]) * K
         weight = tl.load(weights_ptr + pair)
-        rows = matrix_ptr + (expert * features + n[:, None]) * K
-        for start in tl.static_range(0, K, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)[None, :]
+        for tile in tl.static_range(tiles):
+            k = tile * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             hidden = tl.load(hidden_ptr + pair * K + k, mask=k < K, other=0).to(tl.float32)
-            matrix = tl.load(rows + k, mask=valid & (k < K), other=0).to(tl.float32)
-            acc += (weight * hidden) * matrix
+            mask = valid & (k < K)
+            matrix = first[tile] if pair == 0 else tl.load(rows + k, mask=mask, other=0)
+            acc += (weight * hidden) * matrix.to(tl.float32)
     y = tl.sum(acc, axis=1)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + n, mask=n < features, other=0).to(tl.float32)

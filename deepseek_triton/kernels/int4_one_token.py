@@ -1,28 +1,25 @@
-"""INT4 products for a single token: plain multiply-adds, each code read once.
+"""INT4 products for a single token, on the tensor cores; codes stream through registers.
 
-What bounds them is instructions, so a code costs two and a half: in a shifted word each second
-nibble lies where a float's mantissa has units of 1, and one logical operation makes it the number
-base + code. A group's sum is then Σ (base + code) · x − Σ base · x − zero point · Σ x, times its
-scale; the last two sums are those of x alone and serve all rows of a program.
+A program owns eight rows, each of its warps some of their blocks of 128 columns, two at a time. A
+lane fetches 16 bytes of a row: 32 codes, columns 8t … 8t + 7 of each quarter of a block. The tensor
+cores want other columns in that lane, but any order of columns will do when both factors keep it:
+`_as_held` renames them, and no code changes lanes. A tile of the product has sixteen rows, eight
+of each block, and eight columns, four copies of x of each block. Half of it is of use.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
-from deepseek_triton.kernels.launch import await_inputs, dependent_launch
+from deepseek_triton.kernels.launch import await_and_release, await_inputs, dependent_launch
+from deepseek_triton.kernels.tiles import spread
 
-GROUP_SIZES = (64, 128)
-_CHUNK = tl.constexpr(16)  # blocks of 128 columns at a time: 2,048 of K
-_ROWS = 4  # of codes that a program holds: x is made ready once for all of them
-# The float whose mantissa has units of 1 at bit 12 or 16, and its value.
-_MAGIC_12 = tl.constexpr(0x45000000)
-_MAGIC_16 = tl.constexpr(0x43000000)
-_BASE_12 = tl.constexpr(2048.0)
-_BASE_16 = tl.constexpr(128.0)
+_ROWS = tl.constexpr(8)  # of a matrix that a program takes
 
 
 def linear_int4_one(
@@ -35,15 +32,14 @@ def linear_int4_one(
 ) -> torch.Tensor:
     """Return x · weightᵀ + bias + residual of one row x [1, K]: [1, N] in x's dtype.
 
-    As linear_int4.linear_int4, for the groups of GROUP_SIZES.
+    As linear_int4.linear_int4.
     """
     features, width = weight.shape
     if out is None:
         out = torch.empty(1, features, dtype=x.dtype, device=x.device)
-    _linear_one[(triton.cdiv(features, _ROWS),)](
+    _linear_one[(triton.cdiv(features, _ROWS.value),)](
         x, weight.codes, weight.scales, weight.zeros, bias, residual, out, features,
-        K=width, GROUP=weight.group_size, ROWS=_ROWS, BASE=_base(x), ASM=x.is_cuda, num_warps=1,
-        **dependent_launch(x),
+        K=width, **_options(x, weight, warps=2 if width <= 4096 else 8, ahead=2),
     )  # fmt: skip
     return out
 
@@ -60,183 +56,211 @@ def experts_int4_one(
 ) -> torch.Tensor:
     """Return residual + Σ_p weights[0, p] · expert ids[0, p] of one token x [1, D].
 
-    As experts.experts, for the groups of GROUP_SIZES.
+    As experts.experts.
     """
     width, hidden_size = down.shape[1:]
-    pairs, pdl = ids.numel(), dependent_launch(x)
+    pairs = ids.numel()
     if out is None:
         out = torch.empty_like(x)
     hidden = torch.empty(pairs, hidden_size, dtype=x.dtype, device=x.device)
-    _gate_up_one[(triton.cdiv(2 * hidden_size, _ROWS), pairs)](
+    _gate_up_one[(triton.cdiv(2 * hidden_size, _ROWS.value), pairs)](
         x, ids, gate_up.codes, gate_up.scales, gate_up.zeros, hidden, hidden_size,
-        K=width, GROUP=gate_up.group_size, ROWS=_ROWS, BASE=_base(x), ASM=x.is_cuda,
-        num_warps=1, **pdl,
+        K=width, **_options(x, gate_up, warps=2, ahead=2),
     )  # fmt: skip
-    block_p = triton.next_power_of_2(pairs)
-    _down_one[(triton.cdiv(width, _ROWS),)](
+    slots = triton.next_power_of_2(pairs)
+    # Directly behind _gate_up_one: it reads ids before it waits.
+    _down_one[(triton.cdiv(width, _ROWS.value),)](
         hidden, ids, weights, down.codes, down.scales, down.zeros, residual, out, width,
-        K=hidden_size, GROUP=down.group_size, PAIRS=pairs, BLOCK_P=block_p, ROWS=_ROWS,
-        BASE=_base(x), ASM=x.is_cuda, num_warps=min(8, block_p), **pdl,
+        K=hidden_size, PAIRS=pairs, SLOTS=slots,
+        **_options(x, down, warps=max(8, slots // 2), ahead=3),
     )  # fmt: skip
     return out
 
 
-def _base(x: torch.Tensor) -> float:
-    """What an Int4Tensor's zero points hold besides themselves."""
-    return 1024.0 if x.dtype == torch.float16 else 128.0
+def _options(x: torch.Tensor, matrix: Int4Tensor, *, warps: int, ahead: int) -> dict[str, Any]:
+    """Return launch arguments: `warps` take two blocks at a time, with `ahead` times on the way."""
+    return {
+        "GROUP": matrix.group_size,
+        "STEP": warps,
+        "AHEAD": ahead,
+        "ASM": x.is_cuda and x.dtype != torch.float32,
+        "num_warps": warps,
+        **dependent_launch(x),
+    }
 
 
 @triton.jit
-def _columns(x_rows, block, K: tl.constexpr, QUARTER: tl.constexpr):
-    """Return even and odd columns [P, CHUNK, 16] of a quarter of each block, float32."""
-    k = block[None, :, None] * 128 + QUARTER * 32 + tl.arange(0, 32)[None, None, :]
-    x = tl.load(x_rows[:, None, None] + k, mask=k < K, other=0).to(tl.float32)
-    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 16, 2]))
+def _as_held(tile):
+    """Rename the columns of a tile [S, M, 32]: eight neighbours of a lane become its share.
 
-
-@triton.jit
-def _nibbles(words, LEFT: tl.constexpr, RIGHT: tl.constexpr, ASM: tl.constexpr):
-    """Return nibbles 12 and 16 of words shifted left or right, as base + code."""
-    shifted = (words << LEFT) >> RIGHT  # one of the two is 0
-    if ASM:  # (a & b) | c in one instruction, which the compiler does not find
-        low = tl.inline_asm_elementwise(
-            "{ .reg .b32 m; mov.b32 m, 0x0000f000; lop3.b32 $0, $1, m, 0x45000000, 0xea; }",
-            "=r,r", [shifted], tl.int32, True, 1,
-        )  # fmt: skip
-        high = tl.inline_asm_elementwise(
-            "{ .reg .b32 m; mov.b32 m, 0x000f0000; lop3.b32 $0, $1, m, 0x43000000, 0xea; }",
-            "=r,r", [shifted], tl.int32, True, 1,
-        )  # fmt: skip
-    else:
-        low = (shifted & 0xF000) | _MAGIC_12
-        high = (shifted & 0xF0000) | _MAGIC_16
-    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _table(table_ptr, at_row, block, stride, K: tl.constexpr, GROUP: tl.constexpr,
-           HALF: tl.constexpr):  # fmt: skip
-    """Return the scales (or zero points) [P, CHUNK, 1] of one row, of the group of each half."""
-    group = tl.minimum((block * 128 + HALF * 64) // GROUP, (K - 1) // GROUP)
-    return tl.load(table_ptr + at_row[:, None, None] + (group * stride)[None, :, None]).to(
-        tl.float32
-    )
-
-
-@triton.jit
-def _scaled(
-    total, ones, offset, weights, table, zeros_ptr, at_row, block, stride,
-    K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BASE: tl.constexpr,
-):  # fmt: skip
-    """Return the share [P, CHUNK, 16] of one row: its zero points taken off, scaled, weighted.
-
-    `offset` is what zero points of 8 add to `total`.
+    The tensor cores give a lane columns 4t … 4t + 3 of each half: as 16-bit pairs, the first of
+    both halves to one instruction and the second to the next.
     """
-    scale = _table(table, at_row, block, stride, K, GROUP, HALF) * weights[:, None, None]
-    sums = total - offset
-    if zeros_ptr is not None:
-        zero = _table(zeros_ptr, at_row, block, stride, K, GROUP, HALF) - (BASE + 8.0)
-        sums -= zero * ones
-    return sums * scale
+    tile = tl.reshape(tile, [tile.shape[0], tile.shape[1], 4, 2, 2, 2])
+    return tl.reshape(tl.permute(tile, 0, 1, 4, 2, 3, 5), [tile.shape[0], tile.shape[1], 32])
 
 
 @triton.jit
-def _products(
-    x_rows, codes_ptr, scales_ptr, zeros_ptr, row_base, table_base, n0, features, weights,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BASE: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Return Σ over P of weights [P] · rows n0 … of P matrices · their x: [ROWS].
+def _start(ids_ptr, codes_ptr, n0, features, K: tl.constexpr, PAIRS: tl.constexpr,
+           GROUP: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
+    """Return where a program's first chunk lies; SPLIT blocks of each pair make a chunk.
 
-    x_rows [P] point at rows of K numbers, row_base [P] is the first row of each matrix and
-    table_base [P] where its scales begin.
+    Pointers to its words [8, 2 · STEP, 16], offsets of its scales [4, 8, 2 · STEP], and its
+    blocks [2 · STEP], those of one half of the tile after those of the other. Lanes lie along
+    the words (or copies) and the rows, warps along the blocks: as the tensor cores want it.
     """
     blocks: tl.constexpr = (K + 127) // 128
-    word_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
-    index = tl.arange(0, ROWS)
-    acc = tl.zeros([ROWS], tl.float32)
-    for start in tl.static_range(0, blocks, _CHUNK):
-        block = start + tl.arange(0, _CHUNK)
-        at = block[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-        inside = (block < blocks)[None, :, None]
-        e0, o0 = _columns(x_rows, block, K, 0)
-        e1, o1 = _columns(x_rows, block, K, 1)
-        e2, o2 = _columns(x_rows, block, K, 2)
-        e3, o3 = _columns(x_rows, block, K, 3)
-        ones_a, ones_b = e0 + e1 + o0 + o1, e2 + e3 + o2 + o3
-        offset_a = (_BASE_12 + 8.0) * (e0 + o0) + (_BASE_16 + 8.0) * (e1 + o1)
-        offset_b = (_BASE_12 + 8.0) * (e2 + o2) + (_BASE_16 + 8.0) * (e3 + o3)
-        for i in tl.static_range(ROWS):
-            n = tl.minimum(n0 + i, features - 1)  # rows beyond are not stored
-            row = (row_base + n)[:, None, None] * (blocks * 16)
-            words = tl.load(word_ptr + row + at, mask=inside, other=0)
-            n0_, n1_ = _nibbles(words, 12, 0, ASM)
-            n2_, n3_ = _nibbles(words, 4, 0, ASM)
-            n4_, n5_ = _nibbles(words, 0, 4, ASM)
-            n6_, n7_ = _nibbles(words, 0, 12, ASM)
-            total_a = n0_ * e0 + n1_ * e1 + n4_ * o0 + n5_ * o1
-            total_b = n2_ * e2 + n3_ * e3 + n6_ * o2 + n7_ * o3
-            at_row = table_base + n
-            if GROUP == 128:
-                part = _scaled(
-                    total_a + total_b, ones_a + ones_b, offset_a + offset_b, weights, scales_ptr,
-                    zeros_ptr, at_row, block, features, K, GROUP, 0, BASE,
-                )  # fmt: skip
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP
+    index = tl.arange(0, 2 * STEP)
+    slot = index % STEP * 2 + index // STEP
+    block = slot % SPLIT
+    matrix = 0
+    if PAIRS > 1:
+        real = slot // SPLIT < PAIRS
+        matrix = tl.load(ids_ptr + slot // SPLIT, mask=real, other=0).to(tl.int64)
+        block = tl.where(real, block, blocks)
+    elif ids_ptr is not None:
+        matrix = tl.load(ids_ptr).to(tl.int64)
+    n = tl.minimum(n0 + tl.arange(0, _ROWS)[:, None], features - 1)  # not stored beyond
+    words = codes_ptr.to(tl.pointer_type(tl.int32)) + matrix * features * (blocks * 16)
+    words = (words + block * 16)[None, :] + n * (blocks * 16)
+    words = words[:, :, None] + tl.arange(0, 16)[None, None, :]
+    table = ((matrix * groups + block * (128 // GROUP)) * features)[None, :] + n
+    return words, table[None, :, :] + tl.zeros([4, 1, 1], tl.int32), block
+
+
+@triton.jit
+def _load(
+    start, scales_ptr, zeros_ptr, chunk, features,
+    K: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Return a chunk's words, and the scales and zero points of each of its blocks' groups."""
+    words, table, block = start
+    parts: tl.constexpr = 128 // GROUP
+    block += chunk * SPLIT
+    codes = tl.load(words + chunk * (SPLIT * 16), mask=(block < (K + 127) // 128)[None, :, None])
+    scales, zeros = (), ()  # type: Any, Any
+    for part in tl.static_range(parts):
+        inside = (block * parts + part < (K + GROUP - 1) // GROUP)[None, None, :]
+        at = table + (chunk * (SPLIT * parts) + part) * features
+        scales = scales + (tl.load(scales_ptr + at, mask=inside, other=0),)
+        if zeros_ptr is not None:
+            zeros = zeros + (tl.load(zeros_ptr + at, mask=inside, other=0),)
+    return codes, scales, zeros
+
+
+@triton.jit
+def _of_rows(table, COLUMNS: tl.constexpr):
+    """Return what a lane loaded for its rows, [4, 8, 2 · STEP], as a tile [STEP, 16, COLUMNS].
+
+    COLUMNS 8: a tile of the product, 32: one of codes as `_as_held` leaves it.
+    """
+    step: tl.constexpr = table.shape[2] // 2
+    each: tl.constexpr = 2 if COLUMNS == 8 else 4
+    table = tl.permute(tl.reshape(table, [4, 8, 2, step]), 3, 2, 1, 0)
+    table = tl.reshape(table, [step, 16, 1, 4, 1])
+    table = tl.broadcast_to(table, [step, 16, COLUMNS // (4 * each), 4, each])
+    return tl.reshape(table, [step, 16, COLUMNS])
+
+
+@triton.jit
+def _products(sums, loaded, x_rows, block, K: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr):
+    """Return sums [STEP, 16, 8] plus those of a chunk; x_rows and block [8, STEP] of each column."""
+    codes, scales, zeros = loaded
+    dtype: tl.constexpr = x_rows.dtype.scalar.element_ty
+    precision: tl.constexpr = "ieee" if dtype == tl.float32 else "tf32"
+    symmetric: tl.constexpr = 1032.0 if dtype == tl.float16 else 136.0
+    step: tl.constexpr = block.shape[1]
+    parts: tl.constexpr = 128 // GROUP
+    pairs = tl.join(codes.to(tl.int16), (codes >> 16).to(tl.int16))
+    words = tl.permute(tl.reshape(pairs, [8, 2, step, 32]), 2, 1, 0, 3)
+    quarters = spread(tl.reshape(words, [step, 16, 32]), dtype, ASM)
+    for part in tl.static_range(parts):
+        acc = tl.zeros([step, 16, 8], tl.float32)
+        for q in tl.static_range(part * 4 // parts, (part + 1) * 4 // parts):
+            k = block[:, :, None] * 128 + q * 32 + tl.arange(0, 32)[None, None, :]
+            if K % 128 == 0:
+                x = tl.load(x_rows[:, :, None] + k)
             else:
-                part = _scaled(
-                    total_a, ones_a, offset_a, weights, scales_ptr, zeros_ptr,
-                    at_row, block, features, K, GROUP, 0, BASE,
-                )  # fmt: skip
-                part += _scaled(
-                    total_b, ones_b, offset_b, weights, scales_ptr, zeros_ptr,
-                    at_row, block, features, K, GROUP, 1, BASE,
-                )  # fmt: skip
-            y = tl.sum(tl.reshape(part, [part.numel]), axis=0)
-            acc = tl.where(index == i, acc + y, acc)
-    return acc
+                x = tl.load(x_rows[:, :, None] + k, mask=k < K, other=0)
+            x = tl.permute(_as_held(tl.permute(x, 1, 0, 2)), 0, 2, 1)
+            w = _as_held(quarters[q])  # zero points come off exactly
+            if len(zeros) > 0:
+                w -= _of_rows(zeros[part].to(dtype), 32)
+            else:
+                w -= symmetric
+            acc = tl.dot(w, x, acc, input_precision=precision)
+        sums += acc * _of_rows(scales[part], 8)
+    return sums
+
+
+@triton.jit
+def _sums(
+    x_ptr, ids_ptr, weights_ptr, codes_ptr, scales_ptr, zeros_ptr, n0, features,
+    K: tl.constexpr, PAIRS: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr,
+    STEP: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Return rows n0 … of the pairs' matrices times their x, weighted and summed: [8] float32.
+
+    Chunks set out AHEAD of the one at work. With PDL, the first do before the wait.
+    """
+    split: tl.constexpr = 2 * STEP // SLOTS
+    blocks: tl.constexpr = (K + 127) // 128
+    start = _start(ids_ptr, codes_ptr, n0, features, K, PAIRS, GROUP, STEP, split)
+    pending = ()  # type: Any
+    for i in tl.static_range(AHEAD):
+        pending = pending + (_load(start, scales_ptr, zeros_ptr, i, features, K, GROUP, split),)
+    await_inputs(PDL)
+    slot = tl.arange(0, STEP)[None, :] * 2 + tl.arange(0, 8)[:, None] // 4
+    x_rows = x_ptr + tl.minimum(slot // split, PAIRS - 1) * K
+    acc = tl.zeros([STEP, 16, 8], tl.float32)
+    for first in tl.range(0, (blocks + split - 1) // split, AHEAD, num_stages=1):
+        following = ()  # type: Any
+        for i in tl.static_range(AHEAD):
+            block = tl.minimum((first + i) * split + slot % split, blocks - 1)  # scales are 0
+            acc = _products(acc, pending[i], x_rows, block, K, GROUP, ASM)
+            chunk = first + AHEAD + i
+            loaded = _load(start, scales_ptr, zeros_ptr, chunk, features, K, GROUP, split)
+            following = following + (loaded,)
+        pending = following
+    half = tl.arange(0, 2)[None, :, None]
+    pair = (tl.arange(0, STEP)[:, None, None] * 2 + half) // split
+    share = (tl.arange(0, 8)[None, None, :] // 4 == half).to(tl.float32) / 4  # of four copies
+    if weights_ptr is not None:
+        share *= tl.load(weights_ptr + pair, mask=pair < PAIRS, other=0)
+    acc = tl.reshape(acc, [STEP, 2, 8, 8]) * share[:, :, None, :]
+    return tl.sum(tl.sum(tl.sum(acc, axis=0), axis=0), axis=1)
 
 
 @triton.jit
 def _linear_one(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr, features,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BASE: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    n0 = tl.program_id(0) * ROWS
-    one = tl.arange(0, 1)
-    await_inputs(PDL)
-    y = _products(
-        x_ptr + one, codes_ptr, scales_ptr, zeros_ptr, one.to(tl.int64), one.to(tl.int64),
-        n0, features, one + 1.0, K, GROUP, ROWS, BASE, ASM,
+    n0 = tl.program_id(0) * _ROWS
+    y = _sums(
+        x_ptr, None, None, codes_ptr, scales_ptr, zeros_ptr, n0, features,
+        K, 1, 1, GROUP, STEP, AHEAD, ASM, PDL,
     )  # fmt: skip
-    n = n0 + tl.arange(0, ROWS)
-    valid = n < features
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=valid, other=0).to(tl.float32)
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + n, mask=valid, other=0).to(tl.float32)
-    tl.store(out_ptr + n, y, mask=valid)
+    _store(y, n0, features, bias_ptr, residual_ptr, out_ptr)
 
 
 @triton.jit
 def _gate_up_one(
     x_ptr, ids_ptr, codes_ptr, scales_ptr, zeros_ptr, hidden_ptr, hidden_size,
-    K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BASE: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS / 2 hidden units of one of the token's experts."""
+    """Four hidden units of one of the token's experts."""
     pair = tl.program_id(1)
-    one = tl.arange(0, 1)
-    features = 2 * hidden_size
-    await_inputs(PDL)
-    expert = tl.load(ids_ptr + pair + one).to(tl.int64)
-    y = _products(
-        x_ptr + one, codes_ptr, scales_ptr, zeros_ptr, expert * features,
-        expert * features * ((K + GROUP - 1) // GROUP), tl.program_id(0) * ROWS, features,
-        one + 1.0, K, GROUP, ROWS, BASE, ASM,
+    await_and_release(PDL)
+    y = _sums(
+        x_ptr, ids_ptr + pair, None, codes_ptr, scales_ptr, zeros_ptr,
+        tl.program_id(0) * _ROWS, 2 * hidden_size, K, 1, 1, GROUP, STEP, AHEAD, ASM, False,
     )  # fmt: skip
-    gate, up = tl.split(tl.reshape(y, [ROWS // 2, 2]))
-    unit = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    gate, up = tl.split(tl.reshape(y, [_ROWS // 2, 2]))
+    unit = tl.program_id(0) * (_ROWS // 2) + tl.arange(0, _ROWS // 2)
     hidden = gate * tl.sigmoid(gate) * up
     tl.store(hidden_ptr + pair * hidden_size + unit, hidden, mask=unit < hidden_size)
 
@@ -245,24 +269,25 @@ def _gate_up_one(
 def _down_one(
     hidden_ptr, ids_ptr, weights_ptr, codes_ptr, scales_ptr, zeros_ptr, residual_ptr, out_ptr,
     features,
-    K: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr,
-    ROWS: tl.constexpr, BASE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, PAIRS: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr,
+    STEP: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS results, summed over all of the token's experts."""
-    n0 = tl.program_id(0) * ROWS
-    pair = tl.arange(0, BLOCK_P)
-    await_inputs(PDL)
-    real = pair < PAIRS
-    expert = tl.load(ids_ptr + pair, mask=real, other=0).to(tl.int64)
-    weights = tl.load(weights_ptr + pair, mask=real, other=0)
-    hidden_rows = hidden_ptr + tl.where(real, pair, 0) * K
-    y = _products(
-        hidden_rows, codes_ptr, scales_ptr, zeros_ptr, expert * features,
-        expert * features * ((K + GROUP - 1) // GROUP), n0, features, weights,
-        K, GROUP, ROWS, BASE, ASM,
+    """Eight results, summed over all of the token's experts."""
+    n0 = tl.program_id(0) * _ROWS
+    y = _sums(
+        hidden_ptr, ids_ptr, weights_ptr, codes_ptr, scales_ptr, zeros_ptr, n0, features,
+        K, PAIRS, SLOTS, GROUP, STEP, AHEAD, ASM, PDL,
     )  # fmt: skip
-    n = n0 + tl.arange(0, ROWS)
+    _store(y, n0, features, None, residual_ptr, out_ptr)
+
+
+@triton.jit
+def _store(y, n0, features, bias_ptr, residual_ptr, out_ptr):
+    """Add bias and residual to y [8] and store it."""
+    n = n0 + tl.arange(0, _ROWS)
     valid = n < features
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n, mask=valid, other=0).to(tl.float32)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + n, mask=valid, other=0).to(tl.float32)
     tl.store(out_ptr + n, y, mask=valid)

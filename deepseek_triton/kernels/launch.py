@@ -2,7 +2,8 @@
 
 With it a kernel starts while its predecessor in the stream still runs, and reads weights before it
 waits for it. The rule that keeps this right: every program of such a kernel calls `await_inputs`
-before it reads what another kernel wrote and before it writes anything. See NVIDIA's CUDA
+before it reads what another kernel wrote and before it writes anything. Only behind a kernel that
+calls `await_and_release` may it read sooner what was written before that one. See NVIDIA's CUDA
 Programming Guide, section Programmatic Dependent Launch.
 """
 
@@ -58,3 +59,14 @@ def await_inputs(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def await_and_release(PDL: tl.constexpr):
+    """As `await_inputs`, but let the next kernel start only after the wait.
+
+    All programs have then seen what earlier kernels wrote, so the next one may read it at once.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

@@ -95,10 +95,11 @@ def spread(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _nibble(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
     code = (words >> SHIFT) & 15
-    if DTYPE == tl.float32:
-        return ((code.to(tl.int32) << 16) | 0x43000000).to(tl.float32, bitcast=True)
-    magic: tl.constexpr = 0x4300 if DTYPE == tl.bfloat16 else 0x6400
-    return (code | magic).to(tl.int16).to(DTYPE, bitcast=True)
+    magic: tl.constexpr = 0x6400 if DTYPE == tl.float16 else 0x4300
+    if DTYPE == tl.float32:  # and else: the compiler looks at what follows a return
+        return ((code | magic).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return (code | magic).to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @triton.jit

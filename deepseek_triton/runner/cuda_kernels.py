@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepseek_triton.kernels.experts import experts
-from deepseek_triton.kernels.int4_one_token import GROUP_SIZES, experts_int4_one, linear_int4_one
+from deepseek_triton.kernels.int4_one_token import linear_int4_one
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.linear import SMALL_ROWS, linear
 from deepseek_triton.kernels.linear_int4 import linear_int4
@@ -50,15 +50,11 @@ def _linear_int4(call: Call, inputs: Sequence[Value]) -> Tensor:
     x, weight, bias, norm, residual = inputs
     if norm is not None:
         x = rms_norm(x, norm, call.attributes["epsilon"])
-    product = linear_int4_one if _one_token(x, weight) else linear_int4
+    product = linear_int4_one if len(x) == 1 else linear_int4
     if not call.attributes["swiglu"]:
         return product(x, weight, bias, residual=residual)
     y = swiglu(product(x, weight, bias))
     return y if residual is None else residual + y
-
-
-def _one_token(x: Tensor, weight: Int4Tensor) -> bool:
-    return len(x) == 1 and weight.group_size in GROUP_SIZES
 
 
 def routing_of(call: Call, num_experts: int) -> Routing:
@@ -83,14 +79,13 @@ def fused_moe(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
     ids, weights = route(logits, routing_of(call, len(router_weight)), bias)
     if shared:
         x = _shared_expert(normed, shared[0], shared[1], x)
-    if isinstance(gate_up, Int4Tensor) and _one_token(normed, gate_up):
-        return experts_int4_one(normed, ids, weights, gate_up, down, residual=x)
     return experts(normed, ids, weights, gate_up, down, residual=x)
 
 
 def _shared_expert(x: Tensor, gate_up: Value, down: Value, residual: Tensor) -> Tensor:
     if isinstance(gate_up, Int4Tensor):
-        return linear_int4(swiglu(linear_int4(x, gate_up)), down, residual=residual)
+        product = linear_int4_one if len(x) == 1 else linear_int4
+        return product(swiglu(product(x, gate_up)), down, residual=residual)
     return linear(linear(x, gate_up, swiglu=True), down, residual=residual)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +13,8 @@ import torch
 from check_data import Case, poisoned, randn, random_ids, random_int4, relative, tile_name
 
 from deepseek_triton.kernels import experts as experts_module
-from deepseek_triton.kernels import experts_int4 as down_module
 from deepseek_triton.kernels.experts import ExpertTile, experts, experts_reference
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
-from deepseek_triton.kernels.linear_int4 import Int4Tile
 
 V2_LITE = (2048, 66, 8, 1408)  # width, experts with the shared ones, chosen, expert width
 V3 = (7168, 257, 9, 2048)
@@ -26,8 +25,8 @@ def expert_case(
     shape: tuple[int, int, int, int],
     kind: str,
     tile: Any = None,
-    down: Int4Tile | None = None,
     *,
+    group: int = 128,
     described: bool = False,
 ) -> Case:
     """A mixture of experts, shared ones included."""
@@ -36,7 +35,7 @@ def expert_case(
     ids_sets = 6
 
     def prepare() -> Callable[[int], Any]:
-        make = _dense if kind == "bf16" else _int4_symmetric if kind == "int4" else _int4_zeros
+        make = _dense if kind == "bf16" else partial(_stacked_int4, group, kind == "int4")
         copies = 2 if tokens <= 64 and shape == V2_LITE else 1
         weights = [(make(total, 2 * size, width), make(total, width, size)) for _ in range(copies)]
         x = randn(tokens, width)
@@ -52,8 +51,6 @@ def expert_case(
                     name = "few_tile" if tokens <= 64 else "grouped_tile"
                     choose = patch.object(experts_module, name, lambda *_, **__: tile)
                     stack.enter_context(choose)
-                if down:
-                    stack.enter_context(patch.object(down_module, "down_tile", lambda: down))
                 y = experts(x, chosen_ids, scores, *pair, residual=residual, out=out)
             return x, chosen_ids, scores, pair, residual, y
 
@@ -67,11 +64,11 @@ def expert_case(
 
     active = total - shared
     expected = active * (1 - (1 - (chosen - shared) / active) ** tokens) + shared
-    bytes_per_weight = 2.0 if kind == "bf16" else 0.5 + 2 / 128
+    bytes_per_weight = 2.0 if kind == "bf16" else 0.5 + 4 / group
     moved = expected * 3 * width * size * bytes_per_weight
     label = "v2" if shape == V2_LITE else "v3"
     name = f"experts {kind} {label} T={tokens}" + (f" {tile_name(tile)}" if tile else "")
-    name += f" down {tile_name(down)}" if down else ""
+    name += f" g{group}" if group != 128 else ""
     name += " described" if described else ""
     calls = 12 if tokens <= 64 else 2
     return Case(
@@ -83,22 +80,14 @@ def _dense(*shape: int) -> torch.Tensor:
     return randn(*shape, scale=shape[-1] ** -0.5)
 
 
-def _int4_symmetric(*shape: int) -> Int4Tensor:
-    return _stacked_int4(shape, True)
-
-
-def _int4_zeros(*shape: int) -> Int4Tensor:
-    return _stacked_int4(shape, False)
-
-
-def _stacked_int4(shape: tuple[int, ...], symmetric: bool) -> Int4Tensor:
-    parts = [random_int4(*shape[1:], symmetric=symmetric) for _ in range(shape[0])]
+def _stacked_int4(group: int, symmetric: bool, *shape: int) -> Int4Tensor:
+    parts = [random_int4(*shape[1:], group=group, symmetric=symmetric) for _ in range(shape[0])]
     zeros = None if symmetric else torch.stack([p.zeros for p in parts if p.zeros is not None])
     return Int4Tensor(
         torch.stack([p.codes for p in parts]),
         torch.stack([p.scales for p in parts]),
         zeros,
-        parts[0].group_size,
+        group,
         parts[0].width,
         check_data.DTYPE,
     )
@@ -111,6 +100,8 @@ def expert_cases(sweep: bool) -> Iterator[Case]:
             yield expert_case(tokens, V2_LITE, kind)
     yield expert_case(1024, V2_LITE, "bf16", described=True)
     yield expert_case(8192, V2_LITE, "bf16", described=True)
+    yield expert_case(1, V2_LITE, "int4z")
+    yield expert_case(1, V2_LITE, "int4", group=32)
     yield expert_case(8, V2_LITE, "int4z")
     yield expert_case(64, V2_LITE, "int4z")
     for tokens in (1, 8, 64):
@@ -140,8 +131,6 @@ def expert_sweep() -> Iterator[Case]:
         for tokens in (8, 64):
             shape = ExpertTile(max(16, tokens), block_n, block_k, warps, stages)
             yield expert_case(tokens, V2_LITE, "int4", shape)
-    for warps, stages, step in ((4, 3, 8), (8, 3, 8), (8, 2, 16)):
-        yield expert_case(1, V2_LITE, "int4", down=Int4Tile(8, 16, warps, stages, step))
     for block_n, block_k, warps, stages in (
         (128, 64, 8, 3),
         (256, 64, 8, 4),

@@ -16,6 +16,7 @@ from sampling_check_cases import sampling_cases
 from deepseek_triton.kernels import linear as linear_module
 from deepseek_triton.kernels import linear_int4 as int4_module
 from deepseek_triton.kernels.grouping import group_pairs
+from deepseek_triton.kernels.int4_one_token import linear_int4_one
 from deepseek_triton.kernels.linear import linear, linear_reference
 from deepseek_triton.kernels.linear_int4 import Int4Tile, linear_int4
 from deepseek_triton.kernels.routing import Routing, route, route_reference, router
@@ -120,7 +121,8 @@ def int4_case(
     *,
     norm: bool = False,
 ) -> Case:
-    """A W4A16 linear layer."""
+    """A W4A16 linear layer; one row alone takes the kernel for one token."""
+    one = rows == 1 and tile is None and not norm
     options: dict[str, Any] = {}
 
     def prepare() -> Callable[[int], Any]:
@@ -134,6 +136,8 @@ def int4_case(
 
         def run(i: int) -> Any:
             weight = weights[i % copies]
+            if one:
+                return x, weight, linear_int4_one(x, weight, out=out)
             with patch.object(int4_module, "_tile", (lambda *_: tile) if tile else _INT4_TILE):
                 return x, weight, linear_int4(x, weight, out=out, **options)
 
