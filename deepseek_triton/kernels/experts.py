@@ -195,7 +195,9 @@ def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> Expe
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
         return ExpertTile(block_t, 32, min(whole, 64), 4, 2)
-    return ExpertTile(block_t, 64, min(whole, 128), 4, 5 if int4 else 3)
+    if int4:
+        return ExpertTile(8 if tokens <= 8 else 16, 128, 128, 4, 4)
+    return ExpertTile(block_t, 64, min(whole, 128), 4, 3)
 
 
 def grouped_tile(
@@ -206,7 +208,7 @@ def grouped_tile(
     if dtype == torch.float32:
         return ExpertTile(rows, 32, min(whole, 32), 8, 2)
     if int4 and rows <= 16:
-        return ExpertTile(rows, 64, 128, 4, 5)
+        return ExpertTile(rows, 128, 128, 4, 5)
     if int4:
         return ExpertTile(rows, 256, 128, 8, 3) if rows > 64 else ExpertTile(rows, 128, 128, 4, 3)
     return ExpertTile(rows, 256 if features >= 256 else 64, min(whole, 64), 8, 4)
@@ -245,14 +247,20 @@ def _options(a: torch.Tensor, matrix: Matrices, tile: ExpertTile) -> dict[str, A
 @triton.jit
 def _store_tile(
     acc, pair, valid_m, first, weights_ptr, out_ptr, features,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOWN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOWN: tl.constexpr, APART: tl.constexpr = False,
 ):  # fmt: skip
-    """Finish acc [BLOCK_M, BLOCK_N] of rows `pair`: scale them, or join gate and up."""
+    """Finish acc [BLOCK_M, BLOCK_N] of rows `pair`: scale them, or join gate and up.
+
+    A gate's up is the next column; with APART it is 8 further on, in each 16.
+    """
     if DOWN:
         acc *= tl.load(weights_ptr + pair, mask=valid_m, other=0)[:, None]
         n = first + tl.arange(0, BLOCK_N)
         size = features
     else:
+        if APART:
+            both = tl.reshape(acc, [BLOCK_M, BLOCK_N // 16, 2, 8])
+            acc = tl.reshape(tl.permute(both, 0, 1, 3, 2), [BLOCK_M, BLOCK_N])
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
         acc = gate * tl.sigmoid(gate) * up
         n = first // 2 + tl.arange(0, BLOCK_N // 2)
@@ -272,7 +280,10 @@ def _tile_product(
     valid_m = pair >= 0
     source = pair if DOWN else pair // PAIRS
     a_rows = a_ptr + source.to(tl.int64) * K
-    n = first + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    if GROUP > 0 and not DOWN:  # tensor cores give a thread columns 8 apart: a gate and its up
+        n = n // 16 * 16 + n % 8 * 2 + n // 8 % 2
+    n += first
     valid_n = n < features
     if GROUP == 0:
         row = expert.to(tl.int64) * features + n
@@ -282,16 +293,18 @@ def _tile_product(
         )  # fmt: skip
     else:
         n = tl.minimum(n, features - 1)  # rows beyond are not stored
-        row = expert.to(tl.int64) * features + n
-        word_rows = matrix_ptr + row * ((K + 127) // 128 * 32)
-        table = expert.to(tl.int64) * features * ((K + GROUP - 1) // GROUP) + n
+        matrix = expert.to(tl.int64) * features
+        word_rows = matrix_ptr + (matrix * ((K + 127) // 128) + n) * 32
+        table = matrix * ((K + GROUP - 1) // GROUP) + n
         scales = scales_ptr + table
         zeros = zeros_ptr + table if zeros_ptr is not None else None
         acc = int4_product(
             a_rows, valid_m, word_rows, scales, zeros, features,
             K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE, ROUND=BLOCK_M > 16,
         ).T  # fmt: skip
-    _store_tile(acc, pair, valid_m, first, weights_ptr, out_ptr, features, BLOCK_M, BLOCK_N, DOWN)
+    _store_tile(
+        acc, pair, valid_m, first, weights_ptr, out_ptr, features, BLOCK_M, BLOCK_N, DOWN, GROUP > 0
+    )
 
 
 @triton.jit

@@ -118,7 +118,7 @@ def _linear_int4(
     await_inputs(PDL)
     x_rows = x_ptr + m.to(tl.int64) * x_stride
     row = tl.minimum(n, features - 1)  # rows beyond are not stored
-    word_rows = codes_ptr + row.to(tl.int64) * ((K + 127) // 128 * 32)
+    word_rows = codes_ptr + row.to(tl.int64) * 32
     zeros = zeros_ptr + row if zeros_ptr is not None else None
     acc = int4_product(
         x_rows, valid_m, word_rows, scales_ptr + row, zeros, features,
@@ -142,12 +142,14 @@ def _few_rows(
     valid_n = n < features
     valid_m = m < rows
     x_rows = x_ptr + m.to(tl.int64) * x_stride
-    word_rows = codes_ptr + n.to(tl.int64) * ((K + 127) // 128 * 32)
+    word_rows = codes_ptr + n.to(tl.int64) * 32
     scales = scales_ptr + n
     zeros = zeros_ptr + n if zeros_ptr is not None else None
     if STEP * 128 >= K:  # all weights are on their way before the wait
         block = tl.arange(0, STEP)
-        words = load_int4_blocks(word_rows, valid_n, block * 32, block < (K + 127) // 128)
+        words = load_int4_blocks(
+            word_rows, valid_n, block * features * 32, block < (K + 127) // 128
+        )
         await_inputs(PDL)
         norm_scale = (
             inverse_rms(x_rows, valid_m, eps, K, BLOCK_M, 256) if norm_ptr is not None else None

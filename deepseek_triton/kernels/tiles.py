@@ -1,9 +1,9 @@
 """Products of a tile of rows with a tile of weight rows, floating-point or INT4: device functions.
 
 INT4 weights lie as kernels read them (`Int4Tensor` in int4_tensor.py): in each 128 columns of K,
-16-bit word j holds columns j, 32 + j, 64 + j and 96 + j from its lowest nibble up. A register of
-two words then gives two neighbouring columns of each quarter at a time, and each quarter meets
-contiguous columns of x.
+16-bit word j of a row holds columns j, 32 + j, 64 + j and 96 + j from its lowest nibble up; rows of
+these columns lie side by side, 64 bytes each. A register of two words then gives two neighbouring
+columns of each quarter at a time, and each quarter meets contiguous columns of x.
 """
 
 from __future__ import annotations
@@ -160,17 +160,17 @@ def int4_product(
 ):  # fmt: skip
     """Return w · aᵀ [BLOCK_N, BLOCK_M] float32: weights first, so that they stay in registers.
 
-    word_rows point at rows of packed words; `scales` and `zeros` at this tile's columns of group 0,
-    with `stride` elements from group to group; all must be readable. The products of a group's
-    integers with a are summed in float32 and scaled there: weights are never rounded. With ROUND
-    the integers are scaled instead, and rounded to a's dtype. All of K is one sum then, and the
-    tensor cores need not wait for each group's; that pays from some 64 rows on.
+    word_rows point at rows of packed words of the first 128 columns; `scales` and `zeros` at this
+    tile's columns of group 0; matrices have `stride` rows; all must be readable. The products of a
+    group's integers with a are summed in float32 and scaled there: weights are never rounded. With
+    ROUND the integers are scaled instead, and rounded to a's dtype. All of K is one sum then, and
+    the tensor cores need not wait for each group's; that pays from some 64 rows on.
     """
     dtype: tl.constexpr = a_rows.dtype.element_ty
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in tl.range(0, (K + 127) // 128, num_stages=STAGES):
-        words = tl.load(word_rows[:, None] + (block * 32 + tl.arange(0, 32))[None, :])
+        words = tl.load(word_rows[:, None] + (block * stride * 32 + tl.arange(0, 32))[None, :])
         q = spread(words, dtype, ASM)
         if ROUND:
             q0 = _scaled(q[0], scales, zeros, block, 0, stride, K, GROUP)
@@ -201,7 +201,7 @@ def _scaled(
 
 @triton.jit
 def load_int4_blocks(word_rows, valid_n, at, inside):
-    """Return the words [STEP, BLOCK_N, 32] of blocks that begin `at` [STEP] words into a row.
+    """Return the words [STEP, BLOCK_N, 32] of blocks that lie `at` [STEP] words further on.
 
     Others are undefined: any bits are some codes, and their columns of the other factor are 0.
     """
@@ -264,7 +264,7 @@ def int4_product_few(
     acc = tl.zeros([STEP, BLOCK_N, BLOCK_M], tl.float32)
     for first in tl.range(0, (K + 127) // 128, STEP, num_stages=STAGES):
         block = first + tl.arange(0, STEP)
-        words = load_int4_blocks(word_rows, valid_n, block * 32, block < (K + 127) // 128)
+        words = load_int4_blocks(word_rows, valid_n, block * stride * 32, block < (K + 127) // 128)
         acc += int4_block_product(
             words, block, a_rows, block * 0, valid_m, scales, zeros, block * 0, valid_n, stride,
             K, GROUP, ASM, IEEE, norm_ptr, norm_scale,
