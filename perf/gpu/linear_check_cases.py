@@ -195,7 +195,7 @@ def routing_cases() -> Iterator[Case]:
         for tokens in (1, 8, 64, 1024):
             yield route_case(f"route {name} T={tokens}", routing, tokens)
             yield router_case(f"router {name} T={tokens}", routing.num_experts, width, tokens)
-    for tokens in (65, 1024, 8192):
+    for tokens in (8, 64, 65, 1024, 8192):
         yield group_case(tokens)
 
 
@@ -236,16 +236,17 @@ def router_case(name: str, experts: int, width: int, tokens: int) -> Case:
 
 def group_case(tokens: int) -> Case:
     """Sorting by expert."""
+    rows = 16 if tokens <= 64 else 64
 
     def prepare() -> Callable[[int], Any]:
         ids = random_ids(tokens, 66, 8)
-        return lambda i: (ids, group_pairs(ids, 66, 64))
+        return lambda i: (ids, group_pairs(ids, 66, rows))
 
     def check(run: Callable[[int], Any]) -> float:
         ids, groups = run(0)
         order = torch.sort(ids.flatten(), stable=True).indices
         pairs = groups.pairs[groups.pairs >= 0]
-        owner = groups.block_experts.repeat_interleave(64)[groups.pairs >= 0]
+        owner = groups.block_experts.repeat_interleave(rows)[groups.pairs >= 0]
         same = torch.equal(pairs.long(), order) and torch.equal(owner, ids.flatten()[pairs.long()])
         return 0.0 if same else 1.0
 
