@@ -159,8 +159,8 @@ class _Grouped:
 
     def __init__(self, ids: torch.Tensor, num_experts: int, *, int4: bool) -> None:
         rows = 128 if ids.numel() >= 64 * num_experts else 64
-        if int4 and len(ids) <= FEW_TOKENS:
-            rows = 16
+        if int4:  # about as many as an expert has on average
+            rows = min(128, max(16, triton.next_power_of_2(ids.numel() // num_experts)))
         self._groups = group_pairs(ids, num_experts, rows)
 
     def __call__(
@@ -196,6 +196,8 @@ def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> Expe
     if dtype == torch.float32:
         return ExpertTile(block_t, 32, min(whole, 64), 4, 2)
     if int4:
+        if tokens <= 4:
+            return ExpertTile(8, 64, 128, 4, 5)
         return ExpertTile(8 if tokens <= 8 else 16, 128, 128, 4, 4)
     return ExpertTile(block_t, 64, min(whole, 128), 4, 3)
 
@@ -207,10 +209,10 @@ def grouped_tile(
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
         return ExpertTile(rows, 32, min(whole, 32), 8, 2)
-    if int4 and rows <= 16:
-        return ExpertTile(rows, 128, 128, 4, 5)
+    if int4 and rows <= 64:
+        return ExpertTile(rows, 128, 128, 4, 4 if rows <= 32 else 3)
     if int4:
-        return ExpertTile(rows, 256, 128, 8, 3) if rows > 64 else ExpertTile(rows, 128, 128, 4, 3)
+        return ExpertTile(rows, 256, 128, 8, 3)
     return ExpertTile(rows, 256 if features >= 256 else 64, min(whole, 64), 8, 4)
 
 

@@ -162,7 +162,7 @@ _INT4_TILE = int4_module._tile
 def int4_cases(sweep: bool) -> Iterator[Case]:
     """Yield W4A16 linear layers."""
     for rows in (1, 8, 64):
-        yield int4_case(rows, 3648, 2048, 128, True)
+        yield int4_case(rows, 18432, 7168, 128, True)
         yield int4_case(rows, 3648, 2048, 128, True, norm=True)
         yield int4_case(rows, 2048, 2048, 128, False)
         yield int4_case(rows, 21888, 2048, 128, True)
@@ -172,16 +172,10 @@ def int4_cases(sweep: bool) -> Iterator[Case]:
     yield int4_case(300, 1000, 1112, 32, False)
     if not sweep:
         return
-    for tile in (
-        Int4Tile(8, 32, 4, 3, 4),
-        Int4Tile(8, 16, 4, 3, 4),
-        Int4Tile(8, 32, 4, 1, 16),
-        Int4Tile(8, 16, 8, 1, 16),
-    ):
-        for rows in (1, 8):
-            yield int4_case(rows, 3648, 2048, 128, True, tile)
-    for tile in (Int4Tile(64, 32, 4, 3, 4), Int4Tile(64, 64, 4, 3, 2), Int4Tile(64, 64, 4, 3)):
-        yield int4_case(64, 3648, 2048, 128, True, tile)
+    for tile in (Int4Tile(8, 128, 4, 4), Int4Tile(8, 128, 4, 5), Int4Tile(8, 64, 4, 4)):
+        yield int4_case(8, 18432, 7168, 128, True, tile)
+    for tile in (Int4Tile(64, 128, 4, 3), Int4Tile(32, 128, 4, 4)):
+        yield int4_case(64, 18432, 7168, 128, True, tile)
     for tile in (Int4Tile(64, 128, 4, 3), Int4Tile(128, 128, 4, 3), Int4Tile(128, 128, 8, 4)):
         yield int4_case(4096, 3648, 2048, 128, True, tile)
 
