@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -75,10 +73,11 @@ def _one_down(
     valid = (n < features)[:, None]
     tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     rows = matrix_ptr + (tl.load(ids_ptr).to(tl.int64) * features + n[:, None]) * K
-    first = ()  # type: Any
+    first = ()
     for tile in tl.static_range(tiles):
         k = tile * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        first = first + (tl.load(rows + k, mask=valid & (k < K), other=0),)
+        loaded = tl.load(rows + k, mask=valid & (k < K), other=0)
+        first = first + (loaded,)  # type: ignore[assignment]
     await_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for pair in tl.static_range(PAIRS):
