@@ -1,9 +1,10 @@
 """Mixture of experts: the chosen experts' gated MLPs, and their weighted sum.
 
 Three ways, by the number of tokens. One token reads its experts alone (experts_one_token.py,
-int4_one_token.py). Up to 64 tokens, a program owns a tile of one expert's weights and finds the
+int4_one_token.py). Up to FEW_TOKENS, a program owns a tile of one expert's weights and finds the
 expert's tokens itself, so that each weight is read once. More tokens are sorted by expert into
-blocks for the tensor cores.
+blocks for the tensor cores; INT4 sorts sooner: larger sums would take the registers that unpacking
+needs.
 Sums over the chosen experts are taken in their order: no atomics, the same bits every time.
 """
 
@@ -18,20 +19,20 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepseek_triton.kernels.experts_one_token import one_token
+from deepseek_triton.kernels.grouping import group_pairs
 from deepseek_triton.kernels.int4_one_token import experts_int4_one
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
-from deepseek_triton.kernels.routing import group_pairs
 from deepseek_triton.kernels.tiles import (
     dense_product,
     described_product,
     int4_product,
-    int4_product_few,
 )
 
 Matrices: TypeAlias = "torch.Tensor | Int4Tensor"  # one matrix for each expert
 USE_DESCRIPTORS = True  # fetch weights of many tokens by the tensor memory unit: 14% faster
 FEW_TOKENS = 64  # up to here tokens are matched by each program; beyond, sorted first
+FEW_TOKENS_INT4 = 16
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,10 @@ def experts(
         one_token(x, ids, weights, gate_up, down, hidden, residual, out)
         return out
     partial = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
+    int4 = isinstance(gate_up, Int4Tensor)
     product: _Few | _Grouped = _Few()
-    if tokens > FEW_TOKENS:
-        product = _Grouped(ids, gate_up.shape[0])
+    if tokens > (FEW_TOKENS_INT4 if int4 else FEW_TOKENS):
+        product = _Grouped(ids, gate_up.shape[0], int4=int4)
     product(x, ids, weights, gate_up, hidden, down=False)
     product(hidden, ids, weights, down, partial, down=True)
     combine(partial, residual, out)
@@ -130,7 +132,7 @@ def combine(partial: torch.Tensor, residual: torch.Tensor | None, out: torch.Ten
 
 
 class _Few:
-    """Products for up to FEW_TOKENS tokens: each program finds its expert's tokens."""
+    """Products for few tokens: each program finds its expert's tokens."""
 
     def __call__(
         self,
@@ -155,8 +157,10 @@ class _Few:
 class _Grouped:
     """Products of pairs sorted by expert; sorted once for both."""
 
-    def __init__(self, ids: torch.Tensor, num_experts: int) -> None:
+    def __init__(self, ids: torch.Tensor, num_experts: int, *, int4: bool) -> None:
         rows = 128 if ids.numel() >= 64 * num_experts else 64
+        if int4:  # about as many as an expert has on average
+            rows = min(128, max(16, triton.next_power_of_2(ids.numel() // num_experts)))
         self._groups = group_pairs(ids, num_experts, rows)
 
     def __call__(
@@ -186,15 +190,16 @@ class _Grouped:
 
 
 def few_tile(tokens: int, width: int, dtype: torch.dtype, *, int4: bool) -> ExpertTile:
-    """Choose tiles for up to FEW_TOKENS tokens: many bytes in flight on each multiprocessor.
-
-    INT4 takes several blocks of 128 columns at a time where block_k is more than 128.
-    """
+    """Choose tiles for few tokens: many bytes in flight on each multiprocessor."""
     block_t = max(16, triton.next_power_of_2(tokens))
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
         return ExpertTile(block_t, 32, min(whole, 64), 4, 2)
-    return ExpertTile(block_t, 64, min(whole, 128), 4, 4 if int4 else 3)
+    if int4:
+        if tokens <= 4:
+            return ExpertTile(8, 64, 128, 4, 5)
+        return ExpertTile(8 if tokens <= 8 else 16, 128, 128, 4, 4)
+    return ExpertTile(block_t, 64, min(whole, 128), 4, 3)
 
 
 def grouped_tile(
@@ -204,8 +209,10 @@ def grouped_tile(
     whole = max(16, triton.next_power_of_2(width))
     if dtype == torch.float32:
         return ExpertTile(rows, 32, min(whole, 32), 8, 2)
+    if int4 and rows <= 64:
+        return ExpertTile(rows, 128, 128, 4, 4 if rows <= 32 else 3)
     if int4:
-        return ExpertTile(rows, 128, 128, 8, 3)
+        return ExpertTile(rows, 256, 128, 8, 3)
     return ExpertTile(rows, 256 if features >= 256 else 64, min(whole, 64), 8, 4)
 
 
@@ -242,14 +249,20 @@ def _options(a: torch.Tensor, matrix: Matrices, tile: ExpertTile) -> dict[str, A
 @triton.jit
 def _store_tile(
     acc, pair, valid_m, first, weights_ptr, out_ptr, features,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOWN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOWN: tl.constexpr, APART: tl.constexpr = False,
 ):  # fmt: skip
-    """Finish acc [BLOCK_M, BLOCK_N] of rows `pair`: scale them, or join gate and up."""
+    """Finish acc [BLOCK_M, BLOCK_N] of rows `pair`: scale them, or join gate and up.
+
+    A gate's up is the next column; with APART it is 8 further on, in each 16.
+    """
     if DOWN:
         acc *= tl.load(weights_ptr + pair, mask=valid_m, other=0)[:, None]
         n = first + tl.arange(0, BLOCK_N)
         size = features
     else:
+        if APART:
+            both = tl.reshape(acc, [BLOCK_M, BLOCK_N // 16, 2, 8])
+            acc = tl.reshape(tl.permute(both, 0, 1, 3, 2), [BLOCK_M, BLOCK_N])
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
         acc = gate * tl.sigmoid(gate) * up
         n = first // 2 + tl.arange(0, BLOCK_N // 2)
@@ -269,29 +282,31 @@ def _tile_product(
     valid_m = pair >= 0
     source = pair if DOWN else pair // PAIRS
     a_rows = a_ptr + source.to(tl.int64) * K
-    n = first + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    if GROUP > 0 and not DOWN:  # tensor cores give a thread columns 8 apart: a gate and its up
+        n = n // 16 * 16 + n % 8 * 2 + n // 8 % 2
+    n += first
     valid_n = n < features
-    row = expert.to(tl.int64) * features + n
     if GROUP == 0:
+        row = expert.to(tl.int64) * features + n
         acc = dense_product(
             a_rows, valid_m, matrix_ptr + row * K, valid_n,
             K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, IEEE,
         )  # fmt: skip
     else:
-        word_rows = matrix_ptr + row * ((K + 127) // 128 * 32)
-        table = expert.to(tl.int64) * features * ((K + GROUP - 1) // GROUP) + n
+        n = tl.minimum(n, features - 1)  # rows beyond are not stored
+        matrix = expert.to(tl.int64) * features
+        word_rows = matrix_ptr + (matrix * ((K + 127) // 128) + n) * 32
+        table = matrix * ((K + GROUP - 1) // GROUP) + n
+        scales = scales_ptr + table
         zeros = zeros_ptr + table if zeros_ptr is not None else None
-        if BLOCK_K > 128:
-            acc = int4_product_few(
-                a_rows, valid_m, word_rows, valid_n, scales_ptr + table, zeros, features,
-                K, BLOCK_M, BLOCK_N, BLOCK_K // 128, STAGES, GROUP, ASM, IEEE,
-            ).T  # fmt: skip
-        else:
-            acc = int4_product(
-                a_rows, valid_m, word_rows, valid_n, scales_ptr + table, zeros, features,
-                K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE,
-            ).T  # fmt: skip
-    _store_tile(acc, pair, valid_m, first, weights_ptr, out_ptr, features, BLOCK_M, BLOCK_N, DOWN)
+        acc = int4_product(
+            a_rows, valid_m, word_rows, scales, zeros, features,
+            K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE, ROUND=BLOCK_M > 16,
+        ).T  # fmt: skip
+    _store_tile(
+        acc, pair, valid_m, first, weights_ptr, out_ptr, features, BLOCK_M, BLOCK_N, DOWN, GROUP > 0
+    )
 
 
 @triton.jit
@@ -316,7 +331,7 @@ def _few_product(
         _tile_product(
             a_ptr, pair, expert, first, weights_ptr, matrix_ptr, scales_ptr, zeros_ptr, out_ptr,
             features, K, PAIRS, BLOCK_T, BLOCK_N,
-            BLOCK_K if BLOCK_T <= 16 or GROUP > 0 else BLOCK_K // 2,
+            BLOCK_K if BLOCK_T <= 16 else BLOCK_K // 2,
             STAGES, DOWN, GROUP, ASM, IEEE,
         )  # fmt: skip
     elif count > 0:

@@ -140,7 +140,7 @@ def _start(ids_ptr, codes_ptr, n0, features, K: tl.constexpr, PAIRS: tl.constexp
     n = n0 + (index // (2 * STEP) * 8)[None, :] + tl.arange(0, 8)[:, None]
     n = tl.minimum(n, features - 1)  # not stored beyond
     words = codes_ptr.to(tl.pointer_type(tl.int32)) + matrix * features * (blocks * 16)
-    words = (words + block * 16)[None, :] + n * (blocks * 16)
+    words = (words + block * (features * 16))[None, :] + n * 16
     words = words[:, :, None] + tl.arange(0, 16)[None, None, :]
     table = ((matrix * groups + block * (128 // GROUP)) * features)[None, :] + n
     return words, table[None, :, :] + tl.zeros([4, 1, 1], tl.int32), block
@@ -155,7 +155,8 @@ def _load(
     words, table, block = start
     parts: tl.constexpr = 128 // GROUP
     block += chunk * SPLIT
-    codes = tl.load(words + chunk * (SPLIT * 16), mask=(block < (K + 127) // 128)[None, :, None])
+    there = (block < (K + 127) // 128)[None, :, None]
+    codes = tl.load(words + chunk * (SPLIT * 16) * features, mask=there)
     scales, zeros = (), ()  # type: Any, Any
     for part in tl.static_range(parts):
         inside = (block * parts + part < (K + GROUP - 1) // GROUP)[None, None, :]

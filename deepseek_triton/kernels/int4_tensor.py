@@ -16,11 +16,12 @@ _BASE = {torch.float16: 1024.0, torch.bfloat16: 128.0, torch.float32: 128.0}
 class Int4Tensor:
     """weight[…, n, k] = (code − zero point) · scale of its group, for one matrix or for experts.
 
-    In each 128 columns of K, word j holds the codes of columns j, 32 + j, 64 + j and 96 + j from
-    its lowest nibble up; K is filled up to a multiple of 128.
+    In each block of 128 columns of K, word j of a row holds the codes of columns j, 32 + j, 64 + j
+    and 96 + j from its lowest nibble up; K is filled up to a multiple of 128. Rows of a block lie
+    side by side, so that a tile of rows is one stretch of memory.
     """
 
-    codes: torch.Tensor  # […, N, ⌈K / 128⌉ · 32] int16
+    codes: torch.Tensor  # […, ⌈K / 128⌉, N, 32] int16
     # float32 although `dtype` would hold them: copies into shared memory take 4 bytes or more.
     scales: torch.Tensor  # […, G, N] float32; G = ⌈K / group_size⌉
     zeros: torch.Tensor | None  # […, G, N] float32, zero point + base; None = 8 everywhere
@@ -31,11 +32,11 @@ class Int4Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """[…, N, K]."""
-        return (*self.codes.shape[:-1], self.width)
+        return (*self.codes.shape[:-3], self.codes.shape[-2], self.width)
 
     def dense(self) -> torch.Tensor:
         """Return the weights […, N, K] in `dtype`, computed in float32."""
-        blocks = self.codes.unflatten(-1, (-1, _COLUMNS // 4))
+        blocks = self.codes.transpose(-3, -2)
         quarters = [(blocks >> shift) & 15 for shift in (0, 4, 8, 12)]
         columns = torch.cat(quarters, -1).flatten(-2)[..., : self.width]
         group = torch.arange(self.width, device=columns.device) // self.group_size
@@ -65,7 +66,8 @@ def pack_int4(
     codes = torch.nn.functional.pad(codes, (0, -width % _COLUMNS))
     q0, q1, q2, q3 = codes.unflatten(-1, (-1, 4, _COLUMNS // 4)).unbind(-2)
     low, high = q0 | q1 << 4, q2 | q3 << 4
-    words = torch.stack([low, high], -1).flatten(-3).view(torch.int16)  # little endian
+    words = torch.stack([low, high], -1).flatten(-2).view(torch.int16)  # little endian
+    words = words.transpose(-3, -2).contiguous()
     zeros = None
     if zero_points is not None and bool((zero_points != 8).any()):
         zeros = (zero_points.mT.float() + _BASE[scales.dtype]).contiguous()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -13,15 +12,9 @@ from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 from deepseek_triton.kernels.linear import linear_reference
 from deepseek_triton.kernels.rms_norm import rms_norm
-from deepseek_triton.kernels.tiles import (
-    int4_block_product,
-    int4_product,
-    int4_product_few,
-    inverse_rms,
-    load_int4_blocks,
-)
+from deepseek_triton.kernels.tiles import int4_product
 
-_FEW_ROWS = 16  # up to here blocks of columns are the batch of one product
+_MANY_ROWS = 64  # beyond, arithmetic counts: weights are scaled, and rounded, before the product
 
 
 def linear_int4(
@@ -40,23 +33,20 @@ def linear_int4(
     two may be one tensor. `norm_weight` [K] applies an RMS norm to x first. Sums are float32.
     """
     rows, width = x.shape
-    if norm_weight is not None and rows > _FEW_ROWS:
-        x, norm_weight = rms_norm(x, norm_weight, eps), None
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
     features = weight.shape[0]
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    tile = _tile(rows, features, width, x.dtype)
-    options: dict[str, Any] = {}
-    if tile.step:
-        options = {"STEP": tile.step, "norm_ptr": norm_weight, "eps": eps}
-    kernel = _few_rows if tile.step else _linear_int4
-    kernel[(triton.cdiv(features, tile.block_n), triton.cdiv(rows, tile.block_m))](
+    tile = _tile(rows, x.dtype)
+    _linear_int4[(triton.cdiv(features, tile.block_n), triton.cdiv(rows, tile.block_m))](
         x, weight.codes, weight.scales, weight.zeros, bias, residual, out,
         rows, features, x.stride(0), out.stride(0),
         residual.stride(0) if residual is not None else 0,
         K=width, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STAGES=tile.stages,
         GROUP=weight.group_size, ASM=x.is_cuda and x.dtype != torch.float32,
-        IEEE=x.dtype == torch.float32, num_warps=tile.warps, **options, **dependent_launch(x),
+        IEEE=x.dtype == torch.float32, ROUND=rows > _MANY_ROWS, num_warps=tile.warps,
+        **dependent_launch(x),
     )  # fmt: skip
     return out
 
@@ -78,28 +68,22 @@ def linear_int4_reference(
 
 @dataclass(frozen=True)
 class Int4Tile:
-    """Rows of x and of the weight that a program takes; step: blocks of 128 columns at a time."""
+    """Rows of x and of the weight that a program takes."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    step: int = 0  # 0: one block at a time, with the weights of a program on one tensor-core tile
 
 
-def _tile(rows: int, features: int, width: int, dtype: torch.dtype) -> Int4Tile:
-    if rows <= _FEW_ROWS:
-        block_m = 8 if rows <= 8 else 16
-        if dtype == torch.float32:
-            return Int4Tile(block_m, 16, 4, 2, step=2)
-        if width <= 2048 and features <= 8192:  # all of a row on its way before the wait
-            return Int4Tile(block_m, 16, 4, 1, step=triton.next_power_of_2(triton.cdiv(width, 128)))
-        return Int4Tile(block_m, 32, 4, 3, step=4)
+def _tile(rows: int, dtype: torch.dtype) -> Int4Tile:
     if dtype == torch.float32:
         return Int4Tile(16, 16, 4, 2)
-    if rows <= 64:
-        return Int4Tile(triton.next_power_of_2(rows), 64, 4, 4)
-    return Int4Tile(128, 128, 8, 3)
+    if rows <= 16:
+        return Int4Tile(8 if rows <= 8 else 16, 64, 4, 5)
+    if rows <= _MANY_ROWS:
+        return Int4Tile(triton.next_power_of_2(rows), 64, 4, 3)
+    return Int4Tile(128, 256, 8, 3)
 
 
 @triton.jit
@@ -107,61 +91,22 @@ def _linear_int4(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr,
     rows, features, x_stride, out_stride, residual_stride,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid_n = n < features
-    valid_m = m < rows
-    await_inputs(PDL)
-    acc = int4_product(
-        x_ptr + m.to(tl.int64) * x_stride, valid_m,
-        codes_ptr + n.to(tl.int64) * ((K + 127) // 128 * 32), valid_n,
-        scales_ptr + n, zeros_ptr + n if zeros_ptr is not None else None, features,
-        K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE,
-    ).T  # fmt: skip
-    _store(
-        acc, m, n, valid_m, valid_n, bias_ptr, residual_ptr, out_ptr, out_stride, residual_stride
-    )
-
-
-@triton.jit
-def _few_rows(
-    x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr,
-    rows, features, x_stride, out_stride, residual_stride, norm_ptr, eps,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
+    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr, ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid_n = n < features
     valid_m = m < rows
+    await_inputs(PDL)
     x_rows = x_ptr + m.to(tl.int64) * x_stride
-    word_rows = codes_ptr + n.to(tl.int64) * ((K + 127) // 128 * 32)
-    scales = scales_ptr + n
-    zeros = zeros_ptr + n if zeros_ptr is not None else None
-    if STEP * 128 >= K:  # all weights are on their way before the wait
-        block = tl.arange(0, STEP)
-        words = load_int4_blocks(word_rows, valid_n, block * 32, block < (K + 127) // 128)
-        await_inputs(PDL)
-        norm_scale = (
-            inverse_rms(x_rows, valid_m, eps, K, BLOCK_M, 256) if norm_ptr is not None else None
-        )
-        parts = int4_block_product(
-            words, block, x_rows, block * 0, valid_m, scales, zeros, block * 0, valid_n, features,
-            K, GROUP, ASM, IEEE, norm_ptr, norm_scale,
-        )  # fmt: skip
-        acc = tl.sum(parts, axis=0).T
-    else:
-        await_inputs(PDL)
-        norm_scale = (
-            inverse_rms(x_rows, valid_m, eps, K, BLOCK_M, 256) if norm_ptr is not None else None
-        )
-        acc = int4_product_few(
-            x_rows, valid_m, word_rows, valid_n, scales, zeros, features,
-            K, BLOCK_M, BLOCK_N, STEP, STAGES, GROUP, ASM, IEEE, norm_ptr, norm_scale,
-        ).T  # fmt: skip
+    row = tl.minimum(n, features - 1)  # rows beyond are not stored
+    word_rows = codes_ptr + row.to(tl.int64) * 32
+    zeros = zeros_ptr + row if zeros_ptr is not None else None
+    acc = int4_product(
+        x_rows, valid_m, word_rows, scales_ptr + row, zeros, features,
+        K, BLOCK_M, BLOCK_N, STAGES, GROUP, ASM, IEEE, ROUND,
+    ).T  # fmt: skip
     _store(
         acc, m, n, valid_m, valid_n, bias_ptr, residual_ptr, out_ptr, out_stride, residual_stride
     )

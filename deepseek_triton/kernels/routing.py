@@ -1,4 +1,4 @@
-"""How a token picks its experts, and how tokens are sorted by expert for grouped products.
+"""How a token picks its experts.
 
 The rules are those of export/functions/routing.py; equal scores go to the lower expert id.
 """
@@ -15,7 +15,6 @@ import triton.language as tl
 from deepseek_triton.kernels.launch import await_inputs, dependent_launch
 
 _NEVER = tl.constexpr(-1e30)  # the score of an expert in a group that was not kept
-_CHUNK = 64  # pairs that one program of the sort handles
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,6 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     num_shared: int = 0  # always chosen, with weight 1: expert ids num_experts, num_experts + 1, …
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Pairs (token, choice) sorted by expert; each expert starts a new block of `block_rows`."""
-
-    pairs: torch.Tensor  # [max_blocks · block_rows] int32: token · K + choice; −1 = padding
-    block_experts: torch.Tensor  # [max_blocks] int32; −1 = no block
-    block_rows: int
 
 
 def route(
@@ -101,36 +91,6 @@ def route_reference(
     ones = torch.ones(tokens, routing.num_shared)
     ids = torch.cat([ids, shared.to(ids.device)], 1).int()
     return ids, torch.cat([weights, ones.to(weights.device)], 1)
-
-
-def group_pairs(ids: torch.Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Sort the pairs of ids [T, K] int32 by expert, in the order of tokens; ids are < num_experts.
-
-    Three launches and no read by the host: sizes are upper bounds of T, K and `num_experts`.
-    """
-    count = ids.numel()
-    max_blocks = min(count, num_experts + count // block_rows)
-    chunks = triton.cdiv(count, _CHUNK)
-    device = ids.device
-    counts = torch.empty(num_experts, chunks, dtype=torch.int32, device=device)
-    totals = torch.empty(num_experts, dtype=torch.int32, device=device)
-    pairs = torch.empty(max_blocks * block_rows, dtype=torch.int32, device=device)
-    block_experts = torch.empty(max_blocks, dtype=torch.int32, device=device)
-    block_e = max(16, triton.next_power_of_2(num_experts))
-    pdl = dependent_launch(ids)
-    sizes = {"CHUNK": _CHUNK, "BLOCK_E": block_e}
-    fill = triton.cdiv(pairs.numel(), 1024)
-    _count[(max(chunks, fill),)](
-        ids, counts, pairs, count, chunks, num_experts, pairs.numel(), **sizes, **pdl
-    )
-    _scan[(num_experts,)](
-        counts, totals, chunks, BLOCK=max(16, triton.next_power_of_2(chunks)), **pdl
-    )
-    _scatter[(chunks,)](
-        ids, counts, totals, pairs, block_experts, count, chunks, num_experts, max_blocks,
-        BLOCK_ROWS=block_rows, BLOCK_B=triton.next_power_of_2(max_blocks), **sizes, **pdl,
-    )  # fmt: skip
-    return Groups(pairs, block_experts, block_rows)
 
 
 @triton.jit
@@ -243,67 +203,3 @@ def _route(
         logits, token, tokens, bias_ptr, ids_ptr, weights_ptr, scaling_factor,
         GROUPS, SIZE, BLOCK_G, BLOCK_S, TOP_K, BLOCK_K, TOP_GROUPS, SHARED, SIGMOID, NORMALIZE,
     )  # fmt: skip
-
-
-@triton.jit
-def _load_chunk(ids_ptr, chunk, count, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return pair indices [CHUNK], their experts (−1 = none) and their one-hot rows."""
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.load(ids_ptr + pair, mask=pair < count, other=-1)
-    hot = (expert[:, None] == tl.arange(0, BLOCK_E)[None, :]).to(tl.int32)
-    return pair, expert, hot
-
-
-@triton.jit(do_not_specialize=["count", "chunks", "slots"])
-def _count(
-    ids_ptr, counts_ptr, pairs_ptr, count, chunks, experts, slots,
-    CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """counts[expert, chunk], and −1 in every slot of the result."""
-    chunk = tl.program_id(0)
-    await_inputs(PDL)
-    slot = chunk * 1024 + tl.arange(0, 1024)
-    tl.store(pairs_ptr + slot, tl.full([1024], -1, tl.int32), mask=slot < slots)
-    if chunk < chunks:
-        pair, expert, hot = _load_chunk(ids_ptr, chunk, count, CHUNK, BLOCK_E)
-        e = tl.arange(0, BLOCK_E)
-        tl.store(counts_ptr + e * chunks + chunk, tl.sum(hot, axis=0), mask=e < experts)
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def _scan(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One expert: its counts become the number of its pairs in earlier chunks."""
-    expert = tl.program_id(0)
-    chunk = tl.arange(0, BLOCK)
-    await_inputs(PDL)
-    at = counts_ptr + expert * chunks + chunk
-    counts = tl.load(at, mask=chunk < chunks, other=0)
-    tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=chunk < chunks)
-    tl.store(totals_ptr + expert, tl.sum(counts, axis=0))
-
-
-@triton.jit(do_not_specialize=["count", "chunks", "max_blocks"])
-def _scatter(
-    ids_ptr, counts_ptr, totals_ptr, pairs_ptr, block_experts_ptr,
-    count, chunks, experts, max_blocks,
-    BLOCK_ROWS: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Put the pairs of a chunk where they belong; the first program also names each block."""
-    chunk = tl.program_id(0)
-    e = tl.arange(0, BLOCK_E)
-    await_inputs(PDL)
-    blocks = tl.cdiv(tl.load(totals_ptr + e, mask=e < experts, other=0), BLOCK_ROWS)
-    ends = tl.cumsum(blocks, axis=0)
-    starts = (ends - blocks) * BLOCK_ROWS
-    starts += tl.load(counts_ptr + e * chunks + chunk, mask=e < experts, other=0)
-    pair, expert, hot = _load_chunk(ids_ptr, chunk, count, CHUNK, BLOCK_E)
-    before = tl.cumsum(hot, axis=0) - 1
-    slot = tl.sum(hot * (before + starts[None, :]), axis=1)
-    tl.store(pairs_ptr + slot, pair, mask=expert >= 0)
-    if chunk == 0:
-        for first in range(0, BLOCK_B, 64):
-            b = first + tl.arange(0, 64)
-            owner = tl.sum((ends[None, :] <= b[:, None]).to(tl.int32), axis=1)
-            owner = tl.where(b < tl.sum(blocks, axis=0), owner, -1)
-            tl.store(block_experts_ptr + b, owner, mask=b < max_blocks)

@@ -1,17 +1,15 @@
 """Products of a tile of rows with a tile of weight rows, floating-point or INT4: device functions.
 
 INT4 weights lie as kernels read them (`Int4Tensor` in int4_tensor.py): in each 128 columns of K,
-16-bit word j holds columns j, 32 + j, 64 + j and 96 + j from its lowest nibble up. A register of
-two words then gives two neighbouring columns of each quarter at a time, and each quarter meets
-contiguous columns of x.
+16-bit word j of a row holds columns j, 32 + j, 64 + j and 96 + j from its lowest nibble up; rows of
+these columns lie side by side, 64 bytes each. A register of two words then gives two neighbouring
+columns of each quarter at a time, and each quarter meets contiguous columns of x.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-_QUARTER = tl.constexpr(32)  # a fourth of the 128 columns of K whose codes share 32 words
 
 # (nibble | magic) is magic's value plus the code, exactly: 128 + code in bf16, 1,024 + in fp16.
 _SPREAD_BF16 = tl.constexpr(
@@ -105,137 +103,97 @@ def _nibble(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _group_row(table, column, valid_n, stride, K: tl.constexpr, GROUP: tl.constexpr):
-    """Return the scales (or zero points) of the group of `column`, or of the last: [BLOCK_N]."""
-    group = tl.minimum(column // GROUP, (K - 1) // GROUP)
-    return tl.load(table + group * stride, mask=valid_n, other=0)
+def _side_by_side(left, right):
+    """Return [left | right] of two tensors [N, J]: a matter of register names alone."""
+    both = tl.permute(tl.join(left, right), 0, 2, 1)
+    return tl.reshape(both, [left.shape[0], 2 * left.shape[1]])
+
+
+@triton.jit
+def _columns(quarters, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Return COUNT (1, 2 or 4) quarters of 32 columns, from FIRST on, as one matrix."""
+    if COUNT == 1:
+        return quarters[FIRST]
+    elif COUNT == 2:
+        return _side_by_side(quarters[FIRST], quarters[FIRST + 1])
+    else:
+        left = _side_by_side(quarters[0], quarters[1])
+        return _side_by_side(left, _side_by_side(quarters[2], quarters[3]))
+
+
+@triton.jit
+def _load_columns(a_rows, valid_m, first, K: tl.constexpr, COUNT: tl.constexpr):
+    """Return columns first … first + COUNT of rows of K elements, 0 beyond K."""
+    k = first + tl.arange(0, COUNT)
+    inside = valid_m[:, None]
+    if K % 128 != 0:
+        inside = inside & (k < K)[None, :]
+    return tl.load(a_rows[:, None] + k[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _table_row(table, block, FIRST: tl.constexpr, stride, K: tl.constexpr, GROUP: tl.constexpr):
+    """Return the scales (or zero points) of the group that has column FIRST of a block."""
+    group = block * (128 // GROUP) + FIRST // GROUP
+    if K % 128 != 0:
+        group = tl.minimum(group, (K - 1) // GROUP)
+    return tl.load(table + group * stride)
+
+
+@triton.jit
+def _less_zeros(
+    w, zeros, block, FIRST: tl.constexpr, stride, K: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Return w, as `spread` gives it, less the zero points of its group: small integers."""
+    if zeros is not None:
+        return w - _table_row(zeros, block, FIRST, stride, K, GROUP).to(w.dtype)[:, None]
+    else:
+        symmetric: tl.constexpr = 1032.0 if w.dtype == tl.float16 else 136.0
+        return w - symmetric
 
 
 @triton.jit
 def int4_product(
-    a_rows, valid_m, word_rows, valid_n, scales, zeros, stride,
+    a_rows, valid_m, word_rows, scales, zeros, stride,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
+    GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Return w · aᵀ [BLOCK_N, BLOCK_M] float32: weights first, so that they stay in registers.
 
-    word_rows point at rows of packed words; `scales` and `zeros` at this tile's columns of group 0,
-    with `stride` elements from group to group. The products of a group's integers with a are summed
-    in float32 and scaled there: weights are never rounded.
+    word_rows point at rows of packed words of the first 128 columns; `scales` and `zeros` at this
+    tile's columns of group 0; matrices have `stride` rows; all must be readable. The products of a
+    group's integers with a are summed in float32 and scaled there: weights are never rounded. With
+    ROUND the integers are scaled instead, and rounded to a's dtype. All of K is one sum then, and
+    the tensor cores need not wait for each group's; that pays from some 64 rows on.
     """
     dtype: tl.constexpr = a_rows.dtype.element_ty
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    symmetric: tl.constexpr = 1032.0 if dtype == tl.float16 else 136.0
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    word = tl.arange(0, _QUARTER)
-    next_scale = _group_row(scales, 0, valid_n, stride, K, GROUP)
-    if zeros is not None:
-        next_zero = _group_row(zeros, 0, valid_n, stride, K, GROUP)
-    for start in tl.range(0, K, 128, num_stages=STAGES):
-        at = word_rows[:, None] + (start // 4 + word)[None, :]
-        quarters = spread(tl.load(at, mask=valid_n[:, None], other=0), dtype, ASM)
-        part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for q in tl.static_range(4):
-            k = start + q * _QUARTER + word
-            inside = valid_m[:, None]
-            if K % 128 != 0:
-                inside = inside & (k < K)[None, :]
-            a = tl.load(a_rows[:, None] + k[None, :], mask=inside, other=0)
-            if q * _QUARTER % GROUP == 0:  # a group begins; the next one's scales set out
-                following = start + q * _QUARTER + GROUP
-                scale = next_scale[:, None]
-                next_scale = _group_row(scales, following, valid_n, stride, K, GROUP)
-                if zeros is not None:
-                    zero = next_zero.to(dtype)[:, None]
-                    next_zero = _group_row(zeros, following, valid_n, stride, K, GROUP)
-            w = quarters[q] - (zero if zeros is not None else symmetric)
-            part = tl.dot(w, a.T, part, input_precision=precision)
-            if (q + 1) * _QUARTER % GROUP == 0 or q == 3:
-                acc += part * scale
-                part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in tl.range(0, (K + 127) // 128, num_stages=STAGES):
+        words = tl.load(word_rows[:, None] + (block * stride * 32 + tl.arange(0, 32))[None, :])
+        q = spread(words, dtype, ASM)
+        if ROUND:
+            q0 = _scaled(q[0], scales, zeros, block, 0, stride, K, GROUP)
+            q1 = _scaled(q[1], scales, zeros, block, 32, stride, K, GROUP)
+            q2 = _scaled(q[2], scales, zeros, block, 64, stride, K, GROUP)
+            q3 = _scaled(q[3], scales, zeros, block, 96, stride, K, GROUP)
+            a = _load_columns(a_rows, valid_m, block * 128, K, 128)
+            w = _columns((q0, q1, q2, q3), 0, 4)
+            acc = tl.dot(w, a.T, acc, input_precision=precision)
+        else:
+            for first in tl.static_range(0, 128, GROUP):
+                a = _load_columns(a_rows, valid_m, block * 128 + first, K, GROUP)
+                w = _columns(q, first // 32, GROUP // 32)
+                w = _less_zeros(w, zeros, block, first, stride, K, GROUP)
+                part = tl.dot(w, a.T, input_precision=precision)
+                acc += part * _table_row(scales, block, first, stride, K, GROUP)[:, None]
     return acc
 
 
 @triton.jit
-def load_int4_blocks(word_rows, valid_n, at, inside):
-    """Return the words [STEP, BLOCK_N, 32] of blocks that begin `at` [STEP] words into a row.
-
-    Others are undefined: any bits are some codes, and their columns of the other factor are 0.
-    """
-    word = at[:, None, None] + tl.arange(0, 32)[None, None, :]
-    mask = inside[:, None, None] & valid_n[None, :, None]
-    return tl.load(word_rows[None, :, None] + word, mask=mask)
-
-
-@triton.jit
-def int4_block_product(
-    words, block, a_rows, a_at, valid_m, scales, zeros, table_at, valid_n, stride,
-    K: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
-    norm_ptr=None, norm_scale=None,
+def _scaled(
+    w, scales, zeros, block, FIRST: tl.constexpr, stride, K: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Return w · aᵀ of each block by itself: [STEP, BLOCK_N, BLOCK_M] float32.
-
-    Blocks are the batch of one product, so that warps share the columns rather than the rows and
-    every scale meets the sum it belongs to. `block` [STEP] counts blocks of 128 columns; what
-    a_rows, scales and zeros point at lies `a_at` and `table_at` [STEP] elements further on. With
-    norm_ptr, rows of a are first multiplied by norm_scale [BLOCK_M] and the norm's weights.
-    """
-    dtype: tl.constexpr = a_rows.dtype.element_ty
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    symmetric: tl.constexpr = 1032.0 if dtype == tl.float16 else 136.0
-    shape: tl.constexpr = [words.shape[0], words.shape[1], a_rows.shape[0]]
-    quarters = spread(words, dtype, ASM)
-    acc = tl.zeros(shape, tl.float32)
-    part = tl.zeros(shape, tl.float32)
-    for q in tl.static_range(4):
-        k = block[:, None] * 128 + q * 32 + tl.arange(0, 32)[None, :]
-        inside = (k < K)[:, None, :] & valid_m[None, :, None]
-        a_column = (k + a_at[:, None])[:, None, :]
-        a = tl.load(a_rows[None, :, None] + a_column, mask=inside, other=0)
-        if norm_ptr is not None:
-            norm = tl.load(norm_ptr + k, mask=k < K, other=0).to(tl.float32)[:, None, :]
-            a = (a.to(tl.float32) * norm_scale[None, :, None] * norm).to(dtype)
-        if q * 32 % GROUP == 0:
-            group = tl.minimum((block * 128 + q * 32) // GROUP, (K - 1) // GROUP)
-            at = (group * stride + table_at)[:, None]
-            scale = tl.load(scales[None, :] + at, mask=valid_n[None, :], other=0)[:, :, None]
-            if zeros is not None:
-                zero = tl.load(zeros[None, :] + at, mask=valid_n[None, :], other=0)
-                zero = zero.to(dtype)[:, :, None]
-        w = quarters[q] - (zero if zeros is not None else symmetric)
-        part = tl.dot(w, tl.permute(a, 0, 2, 1), part, input_precision=precision)
-        if (q + 1) * 32 % GROUP == 0 or q == 3:
-            acc += part * scale
-            part = tl.zeros(shape, tl.float32)
-    return acc
-
-
-@triton.jit
-def int4_product_few(
-    a_rows, valid_m, word_rows, valid_n, scales, zeros, stride,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, IEEE: tl.constexpr,
-    norm_ptr=None, norm_scale=None,
-):  # fmt: skip
-    """As `int4_product`, for up to 16 rows of a: STEP blocks of 128 columns at a time."""
-    acc = tl.zeros([STEP, BLOCK_N, BLOCK_M], tl.float32)
-    for first in tl.range(0, (K + 127) // 128, STEP, num_stages=STAGES):
-        block = first + tl.arange(0, STEP)
-        words = load_int4_blocks(word_rows, valid_n, block * 32, block < (K + 127) // 128)
-        acc += int4_block_product(
-            words, block, a_rows, block * 0, valid_m, scales, zeros, block * 0, valid_n, stride,
-            K, GROUP, ASM, IEEE, norm_ptr, norm_scale,
-        )  # fmt: skip
-    return tl.sum(acc, axis=0)
-
-
-@triton.jit
-def inverse_rms(rows, valid_m, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return 1 / sqrt(mean(x²) + eps) of rows of K elements: [BLOCK_M] float32."""
-    squares = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(rows[:, None] + k[None, :], mask=valid_m[:, None] & (k < K)[None, :], other=0)
-        x = x.to(tl.float32)
-        squares += tl.sum(x * x, axis=1)
-    return tl.rsqrt(squares / K + eps)
+    """Return w, as `spread` gives it, as weights."""
+    w = _less_zeros(w, zeros, block, FIRST, stride, K, GROUP)
+    return w * _table_row(scales, block, FIRST, stride, K, GROUP).to(w.dtype)[:, None]

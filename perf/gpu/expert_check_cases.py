@@ -13,7 +13,13 @@ import torch
 from check_data import Case, poisoned, randn, random_ids, random_int4, relative, tile_name
 
 from deepseek_triton.kernels import experts as experts_module
-from deepseek_triton.kernels.experts import ExpertTile, experts, experts_reference
+from deepseek_triton.kernels.experts import (
+    FEW_TOKENS,
+    FEW_TOKENS_INT4,
+    ExpertTile,
+    experts,
+    experts_reference,
+)
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
 
 V2_LITE = (2048, 66, 8, 1408)  # width, experts with the shared ones, chosen, expert width
@@ -48,7 +54,8 @@ def expert_case(
             with ExitStack() as stack:
                 stack.enter_context(patch.object(experts_module, "USE_DESCRIPTORS", described))
                 if tile:
-                    name = "few_tile" if tokens <= 64 else "grouped_tile"
+                    few = FEW_TOKENS if kind == "bf16" else FEW_TOKENS_INT4
+                    name = "few_tile" if tokens <= few else "grouped_tile"
                     choose = patch.object(experts_module, name, lambda *_, **__: tile)
                     stack.enter_context(choose)
                 y = experts(x, chosen_ids, scores, *pair, residual=residual, out=out)
@@ -104,6 +111,10 @@ def expert_cases(sweep: bool) -> Iterator[Case]:
     yield expert_case(1, V2_LITE, "int4", group=32)
     yield expert_case(8, V2_LITE, "int4z")
     yield expert_case(64, V2_LITE, "int4z")
+    yield expert_case(16, V2_LITE, "int4z", group=64)
+    yield expert_case(64, V2_LITE, "int4z", group=32)
+    yield expert_case(256, V2_LITE, "int4")
+    yield expert_case(1024, V2_LITE, "int4z", group=64)
     for tokens in (1, 8, 64):
         yield expert_case(tokens, V3, "int4")
     yield expert_case(8, V3, "bf16")
@@ -119,18 +130,13 @@ def expert_sweep() -> Iterator[Case]:
     ):
         yield expert_case(8, V2_LITE, "bf16", ExpertTile(16, block_n, block_k, warps, stages))
         yield expert_case(64, V2_LITE, "bf16", ExpertTile(64, block_n, block_k, warps, stages))
-    for block_n, block_k, warps, stages in (
-        (128, 128, 4, 4),
-        (128, 128, 4, 3),
-        (256, 128, 8, 3),
-        (64, 128, 4, 3),
-        (64, 128, 4, 2),
-        (32, 512, 4, 3),
-        (64, 256, 4, 3),
-    ):
+    for block_n, warps, stages in ((128, 4, 5), (128, 4, 6), (64, 4, 5), (256, 8, 4)):
         for tokens in (8, 64):
-            shape = ExpertTile(max(16, tokens), block_n, block_k, warps, stages)
+            shape = ExpertTile(8 if tokens == 8 else 16, block_n, 128, warps, stages)
             yield expert_case(tokens, V2_LITE, "int4", shape)
+    for block_n, warps in ((128, 4), (128, 8)):
+        for tokens in (1024, 8192):
+            yield expert_case(tokens, V2_LITE, "int4", ExpertTile(128, block_n, 128, warps, 3))
     for block_n, block_k, warps, stages in (
         (128, 64, 8, 3),
         (256, 64, 8, 4),

@@ -15,11 +15,12 @@ from sampling_check_cases import sampling_cases
 
 from deepseek_triton.kernels import linear as linear_module
 from deepseek_triton.kernels import linear_int4 as int4_module
+from deepseek_triton.kernels.grouping import group_pairs
 from deepseek_triton.kernels.int4_one_token import linear_int4_one
 from deepseek_triton.kernels.linear import linear, linear_reference
 from deepseek_triton.kernels.linear_int4 import Int4Tile, linear_int4
 from deepseek_triton.kernels.router import choose_experts
-from deepseek_triton.kernels.routing import Routing, group_pairs, route, route_reference
+from deepseek_triton.kernels.routing import Routing, route, route_reference
 from deepseek_triton.kernels.step_inputs import embedding, rotary_angles
 
 V2_ROUTING = Routing("softmax", 64, 6, num_shared=2)
@@ -164,7 +165,7 @@ _INT4_TILE = int4_module._tile
 def int4_cases(sweep: bool) -> Iterator[Case]:
     """Yield W4A16 linear layers."""
     for rows in (1, 8, 64):
-        yield int4_case(rows, 3648, 2048, 128, True)
+        yield int4_case(rows, 18432, 7168, 128, True)
         yield int4_case(rows, 3648, 2048, 128, True, norm=True)
         yield int4_case(rows, 2048, 2048, 128, False)
         yield int4_case(rows, 21888, 2048, 128, True)
@@ -174,16 +175,10 @@ def int4_cases(sweep: bool) -> Iterator[Case]:
     yield int4_case(300, 1000, 1112, 32, False)
     if not sweep:
         return
-    for tile in (
-        Int4Tile(8, 32, 4, 3, 4),
-        Int4Tile(8, 16, 4, 3, 4),
-        Int4Tile(8, 32, 4, 1, 16),
-        Int4Tile(8, 16, 8, 1, 16),
-    ):
-        for rows in (1, 8):
-            yield int4_case(rows, 3648, 2048, 128, True, tile)
-    for tile in (Int4Tile(64, 32, 4, 3, 4), Int4Tile(64, 64, 4, 3, 2), Int4Tile(64, 64, 4, 3)):
-        yield int4_case(64, 3648, 2048, 128, True, tile)
+    for tile in (Int4Tile(8, 128, 4, 4), Int4Tile(8, 128, 4, 5), Int4Tile(8, 64, 4, 4)):
+        yield int4_case(8, 18432, 7168, 128, True, tile)
+    for tile in (Int4Tile(64, 128, 4, 3), Int4Tile(32, 128, 4, 4)):
+        yield int4_case(64, 18432, 7168, 128, True, tile)
     for tile in (Int4Tile(64, 128, 4, 3), Int4Tile(128, 128, 4, 3), Int4Tile(128, 128, 8, 4)):
         yield int4_case(4096, 3648, 2048, 128, True, tile)
 
@@ -239,7 +234,7 @@ def routing_cases() -> Iterator[Case]:
         for tokens in (1, 8, 64, 1024):
             yield route_case(f"route {name} T={tokens}", routing, tokens)
             yield router_case(f"router {name} T={tokens}", routing, width, tokens)
-    for tokens in (65, 1024, 8192):
+    for tokens in (8, 64, 65, 1024, 8192):
         yield group_case(tokens)
 
 
