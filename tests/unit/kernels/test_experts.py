@@ -91,6 +91,22 @@ def test_int4_experts(tokens: int, group_size: int, symmetric: bool, dtype: torc
     assert relative_error(got, want) < max(TOLERANCE[dtype], 2e-5 if tokens == 1 else 0)
 
 
+@pytest.mark.parametrize(("tokens", "size", "width"), [(5, 20, 56), (20, 20, 56), (130, 40, 200)])
+def test_int4_matrices_that_no_tile_divides(tokens: int, size: int, width: int) -> None:
+    options = {"group_size": 32, "dtype": torch.float16, "symmetric": False}
+    gate_up, gate_up_values = int4_weights(3, 2 * size, width, **options)  # type: ignore[arg-type]
+    down, down_values = int4_weights(3, width, size, **options)  # type: ignore[arg-type]
+    x, ids, weights = (
+        torch.randn(tokens, width).half(),
+        choices(tokens, 3, 2),
+        torch.rand(tokens, 2),
+    )
+    out = torch.full_like(x, float("nan"))
+    experts(x, ids, weights, gate_up, down, out=out)
+    want = by_hand(x, ids, weights, gate_up_values, down_values)
+    assert relative_error(out, want) < 1.5e-3
+
+
 @pytest.mark.parametrize("size", [24, 40])
 def test_weights_fetched_by_descriptors(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepseek_triton.kernels.experts.USE_DESCRIPTORS", True)
