@@ -34,9 +34,12 @@ Outputs = tuple[Tensor, ...]
 Compute = Callable[[Step], Outputs]
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-PROMPT_TOKENS = (64, 128, 256, 384, 512, 768, 1024)
-"""Longer prompts keep the device busy for longer than it takes to launch their kernels."""
-PROMPT_ROWS = 16
+PROMPT_BUCKETS = (
+    *((tokens, 16) for tokens in (64, 128, 256, 384, 512, 768, 1024)),
+    *((tokens, 64) for tokens in (1536, 2048, 3072, 4096)),
+)
+"""Tokens and rows. Launching the kernels of a step one by one takes the host about 50 ms, which the
+device needs for some 4,096 tokens."""
 _FIRST_CONTEXT = 2048  # tokens
 _CONTEXT_STEP = 8
 
@@ -170,15 +173,15 @@ class PromptBuckets:
     def __init__(self, compute: Compute, pools: dict[str, Tensor], device: torch.device) -> None:
         self._block_size = next(iter(pools.values())).shape[1]
         self._buckets: list[tuple[FixedStep, PackedPrompts]] = []
-        for tokens in PROMPT_TOKENS:
-            fixed = FixedStep(prompts_size(tokens, PROMPT_ROWS), device, compute)
+        for tokens, num_rows in PROMPT_BUCKETS:
+            fixed = FixedStep(prompts_size(tokens, num_rows), device, compute)
             ids, positions, slots = fixed.buffer[: 3 * tokens].view(3, tokens)
             rest = fixed.buffer[3 * tokens :]
-            lens, logit_rows = rest.split((PROMPT_ROWS + 1, PROMPT_ROWS))
+            lens, logit_rows = rest.split((num_rows + 1, num_rows))
             # One length for all rows: it only bounds the grid of attention.
             attention = Prefill((tokens,), (tokens,), lens, lens, None)
             fixed.step = Step(ids, positions, slots, logit_rows, attention, pools)
-            arrays = PackedPrompts(fixed.host.numpy(), tokens, PROMPT_ROWS)
+            arrays = PackedPrompts(fixed.host.numpy(), tokens, num_rows)
             self._buckets.append((fixed, arrays))
 
     @property
@@ -188,14 +191,20 @@ class PromptBuckets:
 
     def hold(self, rows: Sequence[StepRow]) -> bool:
         """Whether these rows can run here."""
-        tokens = sum(len(row.token_ids) for row in rows)
-        fit = tokens <= PROMPT_TOKENS[-1] and len(rows) <= PROMPT_ROWS
-        return fit and not any(row.context_len for row in rows)
+        return _bucket(rows) < len(PROMPT_BUCKETS) and not any(row.context_len for row in rows)
 
     def run(self, rows: Sequence[StepRow]) -> Outputs:
         """As DecodeBuckets.run, for rows that `hold`."""
-        tokens = sum(len(row.token_ids) for row in rows)
-        fixed, arrays = self._buckets[bisect_left(PROMPT_TOKENS, tokens)]
+        fixed, arrays = self._buckets[_bucket(rows)]
         arrays.fill(rows, self._block_size)
         logits, *rest = fixed.run()
         return logits[: len(rows)], *rest
+
+
+def _bucket(rows: Sequence[StepRow]) -> int:
+    """Return the first of PROMPT_BUCKETS that holds `rows`, len(PROMPT_BUCKETS) if none does."""
+    tokens = sum(len(row.token_ids) for row in rows)
+    fits = (
+        i for i, (most, num) in enumerate(PROMPT_BUCKETS) if tokens <= most and len(rows) <= num
+    )
+    return next(fits, len(PROMPT_BUCKETS))

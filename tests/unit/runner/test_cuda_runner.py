@@ -21,6 +21,7 @@ from deepseek_triton.errors import ConfigError, EngineMismatchError  # noqa: E40
 from deepseek_triton.request import RequestKey, SamplingParams  # noqa: E402
 from deepseek_triton.runner.base import RowSampling, StepRow  # noqa: E402
 from deepseek_triton.runner.cuda import CudaRunner  # noqa: E402
+from deepseek_triton.runner.cuda_graphs import PROMPT_BUCKETS, PromptBuckets  # noqa: E402
 from deepseek_triton.runner.cuda_step import Step  # noqa: E402
 from deepseek_triton.runner.cuda_warm_up import token_counts, warm_up  # noqa: E402
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner  # noqa: E402
@@ -279,3 +280,12 @@ def test_warm_up_runs_prefill_with_and_without_context(
     contexts = [step.attention.key_slots is not None for step in steps]
     assert contexts == [False, True] * (len(steps) // 2)
     assert [len(step.input_ids) for step in steps[::2]] == list(token_counts(150))
+
+
+def test_what_no_bucket_holds_runs_call_by_call(runner: CudaRunner) -> None:
+    buckets = PromptBuckets(runner._infer, runner._pools, torch.device("cpu"))
+    most, num_rows = PROMPT_BUCKETS[-1]
+    tokens = np.zeros(most, np.int32)
+    assert buckets.hold([row(tokens, [0])])
+    assert not buckets.hold([row(np.zeros(most + 1, np.int32), [0])])
+    assert not buckets.hold([row(tokens[:1], [0])] * (num_rows + 1))
