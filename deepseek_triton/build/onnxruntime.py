@@ -86,21 +86,23 @@ def build_cuda(model_path: Path) -> None:
 
 def _build(model_path: Path, form: Form, int4_accuracy_level: int | None) -> None:
     int4 = Int4Rewriter(model_path.parent, int4_accuracy_level)
-    models = []
+    finished = []
     for path in (model_path, model_path.with_name(DRAFT_FILE)):
         if not path.is_file():
             continue
         model = onnx.load_model(path, load_external_data=False)
-        models.append(model)
-        int4.rewrite(model.graph)
+        quantized = int4.rewrite(model.graph)
         rewrite(model, form)
         # ONNX Runtime would inline the functions itself, but 1.23, the last for Python 3.10, checks
         # shapes before that and finds none.
         inlined = onnx.inliner.inline_local_functions(model)
         _type_contrib_outputs(inlined.graph)
         simplify(inlined)
+        if quantized:
+            int4.narrow_heads(inlined.graph)
         onnx.save_model(inlined, path)
-    int4.trim(model.graph for model in models)
+        finished.append(inlined)
+    int4.trim(model.graph for model in finished)
 
 
 def rewrite(model: onnx.ModelProto, form: Form) -> None:

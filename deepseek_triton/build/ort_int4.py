@@ -6,6 +6,7 @@
     codes, zero points UINT4          UINT8, two codes a byte, each row beginning with a byte
     groups of 64, 128                 groups of 32 with equal scales (level 4)
     logits: Linear                    MatMulNBits with 8 bits (level 4)
+    w_uk, w_uv of a head: MatMul      MatMulNBits with 8 bits (level 4)
 
 On CUDA groups, scales and the output layer stay as they are: there is no accuracy level, and
 activations keep the model's half precision.
@@ -13,9 +14,9 @@ activations keep the model's half precision.
 The accuracy level is the CPU kernels' own: 0 multiplies in float32; 4 rounds each 32 inputs of a
 row to 8 bits first, which is several times faster. At level 4 a token's numbers do not depend on
 its company, to the last bit, with groups of 32 alone: the kernels for larger ones compute an odd
-row in another way. Smaller groups of activations are also the more accurate. The output layer is
-then the largest weight of a step, and 8 bits a group of 32 change it less than rounding its inputs
-does.
+row in another way. Smaller groups of activations are also the more accurate. The output layer and
+the projections of latent attention, which no checkpoint has in INT4, are then the largest weights
+of a step, and 8 bits a group of 32 change them less than rounding their inputs does.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from deepseek_triton.build.graph_passes import replace
+from deepseek_triton.build.graph_passes import drop_unused, replace
 from deepseek_triton.build.stored_weights import CHUNK_BYTES, StoredWeights
 from deepseek_triton.errors import BuildError
 from deepseek_triton.export.functions import DOMAIN
@@ -45,7 +47,8 @@ ACCURACY_LEVELS = (4, 0)
 
 _FAST = 4
 _FAST_GROUP = 32
-_HEAD_LEVELS = 127  # of the 8-bit output layer, on either side of 0
+_EIGHT_BIT_LEVELS = 127  # on either side of 0
+_BY_HEAD = re.compile(r"\.w_u[kv]\.\d+$")  # weights of one attention head, [K, N]
 _CONTRIB = "com.microsoft"
 _UINT8, _FLOAT = onnx.TensorProto.UINT8, onnx.TensorProto.FLOAT
 
@@ -59,15 +62,15 @@ class Int4Rewriter:
         self._done: dict[str, onnx.TensorProto] = {}
         self._rewritten = False
 
-    def rewrite(self, graph: onnx.GraphProto) -> None:
+    def rewrite(self, graph: onnx.GraphProto) -> bool:
         """Turn the INT4 calls of a portable `graph` into ONNX Runtime's; mutates it.
 
         A graph without any stays as it is, and so does a call whose group size the kernels do not
-        take: it is computed by its body, slowly.
+        take: it is computed by its body, slowly. Returns whether there were any.
         """
         calls = [node for node in graph.node if node.op_type in _CALLS and node.domain == DOMAIN]
         if not calls:
-            return
+            return False
         self._rewritten = True
         if self._level == _FAST:
             calls += [node for node in graph.node if _is_head(node)]
@@ -79,6 +82,23 @@ class Int4Rewriter:
                 self._replace(node, weights)
         finally:
             weights.close()
+        return True
+
+    def narrow_heads(self, graph: onnx.GraphProto) -> None:
+        """Give the products by head of latent attention 8-bit weights, at the level for them.
+
+        `graph` is one that `rewrite` changed and whose calls are inlined since; mutates it.
+        """
+        if self._level != _FAST:
+            return
+        weights = _Weights(graph, self._folder, self._done)
+        try:
+            for node in graph.node:
+                if node.op_type == "MatMul" and _BY_HEAD.search(node.input[1]):
+                    _narrow_by_head(node, weights)
+        finally:
+            weights.close()
+        drop_unused(graph)
 
     def trim(self, graphs: Iterable[onnx.GraphProto]) -> None:
         """Cut off the end of the weights file that none of the finished `graphs` reads any more."""
@@ -159,11 +179,26 @@ def _head(node: onnx.NodeProto, weights: _Weights) -> None:
     if columns % _FAST_GROUP:
         return
     x, weight = node.input
-    names = weights.in_eight_bits(weight)
+    _multiply_by_eight_bits(node, [x, *weights.in_eight_bits(weight)], rows, columns)
+
+
+def _narrow_by_head(node: onnx.NodeProto, weights: _Weights) -> None:
+    x, weight = node.input
+    stored = weight if weight in weights else f"{weight}.stored"  # as ort_precision.widen names it
+    columns, rows = weights.shape(stored)
+    if columns % _FAST_GROUP == 0:
+        names = weights.in_eight_bits(stored, by_column=True)
+        _multiply_by_eight_bits(node, [x, *names], rows, columns)
+
+
+def _multiply_by_eight_bits(
+    node: onnx.NodeProto, inputs: list[str], rows: int, columns: int
+) -> None:
+    """Make `node` the product of x with codes [rows, G, 32] and scales [rows, G]."""
     node.CopyFrom(
         helper.make_node(
             "MatMulNBits",
-            [x, *names],
+            inputs,
             list(node.output),
             name=node.name,
             domain=_CONTRIB,
@@ -209,9 +244,13 @@ class _Weights(StoredWeights):
         self._as_bytes(zeros, (*rows, -(-blocks // 2)))
         return [codes, scales, zeros]
 
-    def in_eight_bits(self, name: str) -> list[str]:
-        """Add codes UINT8 [N, G, 32] and scales [N, G] of the float weight `name`; zero is 128."""
-        rows, columns = self.shape(name)
+    def in_eight_bits(self, name: str, *, by_column: bool = False) -> list[str]:
+        """Add codes UINT8 [N, G, 32] and scales [N, G] of the float weight `name`; zero is 128.
+
+        The weight is [N, K], or [K, N] with `by_column`.
+        """
+        shape = self.shape(name)
+        rows, columns = reversed(shape) if by_column else shape
         groups = columns // _FAST_GROUP
         names = [f"{name}.codes", f"{name}.scales"]
         if names[0] in self._done:
@@ -220,24 +259,25 @@ class _Weights(StoredWeights):
             return names
         stored = self.tensor(name)
         dtype = helper.tensor_dtype_to_np_dtype(stored.data_type)
-        values = self.data(stored).view(dtype).reshape(rows, groups, _FAST_GROUP)
+        values = self.data(stored).view(dtype).reshape(shape)
+        values = (values.T if by_column else values).reshape(rows, groups, _FAST_GROUP)
 
         def chunks() -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
             for chunk in _row_chunks(values):
                 group = chunk.astype(np.float32)
-                scales = np.abs(group).max(axis=-1, keepdims=True) / np.float32(_HEAD_LEVELS)
+                scales = np.abs(group).max(axis=-1, keepdims=True) / np.float32(_EIGHT_BIT_LEVELS)
                 yield group, np.maximum(scales, np.finfo(np.float32).tiny)
 
         codes = (np.rint(group / scale + 128).astype(np.uint8) for group, scale in chunks())
         scales = (scale[..., 0] for _, scale in chunks())
         shapes = [(rows, groups, _FAST_GROUP), (rows, groups)]
-        for added, shape, kind, blocks in zip(
+        for added, new_shape, kind, blocks in zip(
             names, shapes, (_UINT8, _FLOAT), (codes, scales), strict=True
         ):
             tensor = onnx.TensorProto()
             tensor.CopyFrom(stored)
             tensor.name, tensor.data_type = added, kind
-            replace(tensor.dims, list(shape))
+            replace(tensor.dims, list(new_shape))
             self.replace_data(tensor, blocks)
             self.add(tensor)
             self._done[added] = tensor
