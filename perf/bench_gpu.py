@@ -63,7 +63,7 @@ AIMS = {
 CONTEXT = 1024
 BATCHES = (1, 8, 64)
 # Only the graphs that are timed: capturing all takes longer than timing these.
-only_timed = patch.multiple(cuda_graphs, BATCHES=BATCHES[:-1], PROMPT_TOKENS=(CONTEXT,))
+only_timed = patch.multiple(cuda_graphs, BATCHES=BATCHES[:-1], PROMPT_BUCKETS=((CONTEXT, 16),))
 PROFILE = True
 
 

@@ -28,7 +28,8 @@ from random_model import (
 from torch import Tensor
 
 from deepseek_triton.kernels.int4_tensor import Int4Tensor
-from deepseek_triton.kernels.routing import Routing, route
+from deepseek_triton.kernels.router import choose_experts
+from deepseek_triton.kernels.routing import Routing
 from deepseek_triton.runner import cuda_fused_reference, cuda_graphs, cuda_kernels
 from deepseek_triton.runner.base import StepRow
 from deepseek_triton.runner.cuda import CudaRunner
@@ -73,12 +74,18 @@ class Choices:
         )
 
     def record(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Do what kernels.routing.route does, and keep the ids."""
-        ids, weights = route(logits, routing, bias)
+        self,
+        x: Tensor,
+        weight: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        routing: Routing,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do what kernels.router.choose_experts does, and keep the ids."""
+        normed, ids, weights = choose_experts(x, weight, norm_weight, eps, routing, bias)
         self._made.append(ids[:, : routing.top_k].long())
-        return ids, weights
+        return normed, ids, weights
 
     def follow(self, step: Step, call: Call, inputs: Sequence[Value]) -> tuple[Tensor, Tensor]:
         """Do what cuda_reference.route does, with the ids of the kernels' layer."""
@@ -99,7 +106,7 @@ class Choices:
     def recording(self) -> Iterator[None]:
         """Inside, kernels run a new step."""
         self._made = []
-        with patch.object(cuda_kernels, "route", self.record):
+        with patch.object(cuda_kernels, "choose_experts", self.record):
             yield
 
     @contextmanager
@@ -123,7 +130,7 @@ def logit_errors() -> dict[str, Any]:
     return errors
 
 
-@patch.multiple(cuda_graphs, BATCHES=(1, 4), PROMPT_TOKENS=(512,))
+@patch.multiple(cuda_graphs, BATCHES=(1, 4), PROMPT_BUCKETS=((512, 16),))
 def compare(spec: Any, precision: str, group_size: int) -> dict[str, Any]:
     """Relative errors of logits against float32, step by step: kernels, PyTorch alone, graphs.
 

@@ -1,0 +1,37 @@
+"""What can be said without a GPU of the checks that need one: they replace what is there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+PERF = Path(__file__).resolve().parents[3] / "perf"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PERF))
+    monkeypatch.syspath_prepend(str(PERF / "gpu"))
+    monkeypatch.setattr(sys, "argv", ["check"])
+
+
+def test_the_names_that_checks_replace_exist() -> None:
+    import bench_gpu
+    import checks
+
+    choices = checks.Choices()
+    with choices.recording(), choices.following(), bench_gpu.only_timed:
+        assert checks.cuda_kernels.choose_experts == choices.record
+        assert checks.cuda_fused_reference.route == choices.follow
+        assert checks.cuda_graphs.PROMPT_BUCKETS == ((bench_gpu.CONTEXT, 16),)
+
+
+def test_every_kernel_case_can_be_listed() -> None:
+    import attention_decode_cases
+    import attention_prefill_cases
+    import linear_check_cases
+
+    assert len(list(linear_check_cases.all_cases(sweep=True))) > 50
+    assert attention_decode_cases and attention_prefill_cases
