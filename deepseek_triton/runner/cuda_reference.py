@@ -7,6 +7,7 @@ the pools in place and attention reads them there. Runs on any device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,13 +89,14 @@ def cached_rows(step: Step, pool: Tensor) -> Iterator[tuple[slice, Tensor, Tenso
         return
     flat = pool.view(-1, pool.shape[-1])
     slots = step.slots.long() if step.attention.key_slots is None else step.attention.key_slots
-    q_begin = k_begin = 0
-    for q_len, k_len in zip(step.attention.q_lens, step.attention.k_lens, strict=True):
-        keys = flat[slots[k_begin : k_begin + k_len]]
+    # The running sums, not the lengths: rows packed into a bucket have theirs there alone.
+    q_ends, k_ends = step.attention.cu_q.tolist(), step.attention.cu_k.tolist()
+    for (q_begin, q_end), (k_begin, k_end) in zip(pairwise(q_ends), pairwise(k_ends), strict=True):
+        q_len, k_len = q_end - q_begin, k_end - k_begin
+        keys = flat[slots[k_begin:k_end]]
         query = torch.arange(k_len - q_len, k_len, device=pool.device)[:, None]
         hidden = torch.arange(k_len, device=pool.device) > query
-        yield slice(q_begin, q_begin + q_len), keys, torch.where(hidden, _NEVER, 0.0)
-        q_begin, k_begin = q_begin + q_len, k_begin + k_len
+        yield slice(q_begin, q_end), keys, torch.where(hidden, _NEVER, 0.0)
 
 
 def latent_attention(step: Step, call: Call, inputs: Sequence[Value]) -> tuple[Tensor, None]:

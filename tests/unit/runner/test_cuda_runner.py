@@ -282,6 +282,25 @@ def test_warm_up_runs_prefill_with_and_without_context(
     assert [len(step.input_ids) for step in steps[::2]] == list(token_counts(150))
 
 
+@pytest.mark.parametrize("lengths", [(5, 37, 20), (3,) * 20, (50, 2), (700, 700)])
+def test_prompts_packed_into_a_bucket_give_the_same_logits(
+    engine: EngineDir, lengths: tuple[int, ...]
+) -> None:
+    runner = CudaRunner.open(engine, num_blocks=120, max_batch_size=3, device="cpu")
+    buckets = PromptBuckets(runner._infer, runner._pools, torch.device("cpu"))
+    rng, rows, block = np.random.default_rng(0), [], 0
+    for length in lengths:
+        needed = -(-length // 16)
+        rows.append(row(rng.integers(3, 4000, length), list(range(block, block + needed))))
+        block += needed
+    assert buckets.hold(rows)
+    with torch.inference_mode():
+        logits = buckets.run(rows)[0]
+    close(logits.float().numpy(), runner.forward(rows))
+    assert not buckets.hold([dataclasses.replace(rows[0], context_len=1)])
+    runner.close()
+
+
 def test_what_no_bucket_holds_runs_call_by_call(runner: CudaRunner) -> None:
     buckets = PromptBuckets(runner._infer, runner._pools, torch.device("cpu"))
     most, num_rows = PROMPT_BUCKETS[-1]
