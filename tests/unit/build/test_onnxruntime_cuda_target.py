@@ -177,6 +177,6 @@ def test_int4_experts_in_fp32_are_refused_with_the_way_out(tmp_path: Path) -> No
 def test_int4_experts_whose_zero_points_end_within_a_byte_are_refused(tmp_path: Path) -> None:
     path = int4_portable(tmp_path, "fp16", expert_size=48)
     with pytest.raises(
-        BuildError, match=r"an odd number of groups a row \(4 and 3\): .*SYMMETRIC=1"
+        BuildError, match=r"an odd number of groups a row \(8 and 3\): .*SYMMETRIC=1"
     ):
         build_cuda(path)
