@@ -160,10 +160,22 @@ _CALLS = {"LinearInt4": 1, "ExpertsInt4": 3}
 
 
 def _check_cuda(graph: onnx.GraphProto, calls: Iterable[onnx.NodeProto]) -> None:
-    """Raise BuildError for what CUDA's kernels do not compute."""
-    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    for node in calls:
-        if node.op_type == "ExpertsInt4" and types[node.input[4]] == _FLOAT:
+    """Raise BuildError for experts that CUDA's kernel does not compute, or computes wrongly.
+
+    On an H200 the one model with an odd number of groups a row and zero points, whose rows then end
+    within a byte, gave other numbers (1.31.1).
+    """
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    for node in (node for node in calls if node.op_type == "ExpertsInt4"):
+        symmetric = bool(helper.get_node_attr_value(node, "symmetric")[0])
+        groups = [tensors[node.input[place]].dims[-1] for place in (4, 7)]
+        if not symmetric and any(count % 2 for count in groups):
+            raise BuildError(
+                f"{node.name}: ONNX Runtime's CUDA provider is wrong for INT4 experts with zero "
+                f"points and an odd number of groups a row ({groups[0]} and {groups[1]}): quantise "
+                "with SYMMETRIC=1 or smaller groups, or build with PROVIDER=cpu"
+            )
+        if tensors[node.input[4]].data_type == _FLOAT:
             raise BuildError(
                 f"{node.name}: ONNX Runtime's CUDA provider has no kernel for INT4 experts in "
                 "fp32; build with PRECISION=fp16 or bf16, or with PROVIDER=cpu"

@@ -139,8 +139,8 @@ def test_the_release_that_make_installs_is_the_one_that_engines_are_built_for() 
     assert f"ONNXRUNTIME_GPU := onnxruntime-gpu=={ONNXRUNTIME_GPU}\n" in makefile
 
 
-def int4_portable(folder: Path, precision: str) -> Path:
-    config = preset_config("v2") | {"num_hidden_layers": 2}
+def int4_portable(folder: Path, precision: str, expert_size: int = 64) -> Path:
+    config = preset_config("v2") | {"num_hidden_layers": 2, "moe_intermediate_size": expert_size}
     checkpoint, _ = write_int4_checkpoints(folder, config, AWQ_CONFIG, awq)
     spec = read_model_spec(checkpoint)
     reader = open_checkpoint(checkpoint, spec)
@@ -171,4 +171,12 @@ def test_int4_layers_keep_their_groups_and_have_no_accuracy_level(tmp_path: Path
 def test_int4_experts_in_fp32_are_refused_with_the_way_out(tmp_path: Path) -> None:
     path = int4_portable(tmp_path, "fp32")
     with pytest.raises(BuildError, match="INT4 experts in fp32; build with PRECISION=fp16 or bf16"):
+        build_cuda(path)
+
+
+def test_int4_experts_whose_zero_points_end_within_a_byte_are_refused(tmp_path: Path) -> None:
+    path = int4_portable(tmp_path, "fp16", expert_size=48)
+    with pytest.raises(
+        BuildError, match=r"an odd number of groups a row \(8 and 3\): .*SYMMETRIC=1"
+    ):
         build_cuda(path)
