@@ -20,6 +20,8 @@ from deepseek_triton.kernels.launch import await_and_release, await_inputs, depe
 from deepseek_triton.kernels.tiles import spread
 
 _ROWS = tl.constexpr(8)  # of a matrix that a program takes
+# Warps that share a row, and how many times they take two blocks before the first is at work.
+_SHORT_ROWS, _LONG_ROWS = (1, 2), (8, 3)
 
 
 def linear_int4_one(
@@ -39,7 +41,7 @@ def linear_int4_one(
         out = torch.empty(1, features, dtype=x.dtype, device=x.device)
     _linear_one[(triton.cdiv(features, _ROWS.value),)](
         x, weight.codes, weight.scales, weight.zeros, bias, residual, out, features,
-        K=width, **_options(x, weight, warps=2 if width <= 4096 else 8, ahead=2),
+        K=width, **_options(x, weight, *(_SHORT_ROWS if width <= 4096 else _LONG_ROWS)),
     )  # fmt: skip
     return out
 
@@ -65,19 +67,19 @@ def experts_int4_one(
     hidden = torch.empty(pairs, hidden_size, dtype=x.dtype, device=x.device)
     _gate_up_one[(triton.cdiv(2 * hidden_size, _ROWS.value), pairs)](
         x, ids, gate_up.codes, gate_up.scales, gate_up.zeros, hidden, hidden_size,
-        K=width, **_options(x, gate_up, warps=2, ahead=2),
+        K=width, **_options(x, gate_up, *_SHORT_ROWS),
     )  # fmt: skip
     slots = triton.next_power_of_2(pairs)
     # Directly behind _gate_up_one: it reads ids before it waits.
     _down_one[(triton.cdiv(width, _ROWS.value),)](
         hidden, ids, weights, down.codes, down.scales, down.zeros, residual, out, width,
         K=hidden_size, PAIRS=pairs, SLOTS=slots,
-        **_options(x, down, warps=max(8, slots // 2), ahead=3),
+        **_options(x, down, max(_LONG_ROWS[0], slots // 2), _LONG_ROWS[1]),
     )  # fmt: skip
     return out
 
 
-def _options(x: torch.Tensor, matrix: Int4Tensor, *, warps: int, ahead: int) -> dict[str, Any]:
+def _options(x: torch.Tensor, matrix: Int4Tensor, warps: int, ahead: int) -> dict[str, Any]:
     """Return launch arguments: `warps` take two blocks at a time, with `ahead` times on the way."""
     return {
         "GROUP": matrix.group_size,
