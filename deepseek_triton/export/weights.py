@@ -7,7 +7,6 @@ A weight is declared with its shape and a lazy sequence of blocks; nothing is re
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +119,7 @@ class WeightFile:
         return np.frombuffer(data, weight.dtype).reshape(weight.shape)
 
     def write(self, path: Path, release: Callable[[], None]) -> None:
-        """Write the file at `path` and flush it to disk.
+        """Write the file at `path`; what comes after may work while the disk still does.
 
         Calls `release` now and then, so that mapped input does not pile up. Raises OSError, and
         BuildError for a value that float16 cannot hold.
@@ -144,8 +143,6 @@ class WeightFile:
                         release()
                         unreleased = 0
             release()
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _chunks(weight: _Weight) -> Iterator[memoryview]:
