@@ -9,7 +9,6 @@ of each block, and eight columns, four copies of x of each block. Half of it is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,18 +19,12 @@ from deepseek_triton.kernels.int4_tensor import Int4Tensor
 from deepseek_triton.kernels.launch import await_and_release, await_inputs, dependent_launch
 from deepseek_triton.kernels.tiles import spread
 
-
-@dataclass(frozen=True)
-class OneTile:
-    """Eights of rows of a program, warps that take two blocks at a time, and how many set out."""
-
-    eights: int
-    warps: int
-    ahead: int
-
-
-_LONG = 4096  # columns; from here on many warps share a row
-_SHORT_ROWS, _LONG_ROWS = OneTile(1, 1, 2), OneTile(1, 8, 3)
+_ROWS = tl.constexpr(8)  # of a matrix that a program takes
+# Warps that share a row, and how many times they take two blocks before the first is at work. All
+# programs of DeepSeek-V2-Lite's experts run at once on an H200: 22 of one warp on each
+# multiprocessor, or two of eight. One register set too many, and the last wait for the first.
+_SHORT_ROWS, _LONG_ROWS = (1, 2), (8, 2)
+_ONE_WARP_REGISTERS = 88
 
 
 def linear_int4_one(
@@ -49,10 +42,9 @@ def linear_int4_one(
     features, width = weight.shape
     if out is None:
         out = torch.empty(1, features, dtype=x.dtype, device=x.device)
-    tile = _LONG_ROWS if width > _LONG else _SHORT_ROWS
-    _linear_one[(triton.cdiv(features, 8 * tile.eights),)](
+    _linear_one[(triton.cdiv(features, _ROWS.value),)](
         x, weight.codes, weight.scales, weight.zeros, bias, residual, out, features,
-        K=width, **_options(x, weight, tile),
+        K=width, **_options(x, weight, *(_SHORT_ROWS if width <= 4096 else _LONG_ROWS)),
     )  # fmt: skip
     return out
 
@@ -76,32 +68,33 @@ def experts_int4_one(
     if out is None:
         out = torch.empty_like(x)
     hidden = torch.empty(pairs, hidden_size, dtype=x.dtype, device=x.device)
-    tile = _SHORT_ROWS
-    _gate_up_one[(triton.cdiv(2 * hidden_size, 8 * tile.eights), pairs)](
+    _gate_up_one[(triton.cdiv(2 * hidden_size, _ROWS.value), pairs)](
         x, ids, gate_up.codes, gate_up.scales, gate_up.zeros, hidden, hidden_size,
-        K=width, **_options(x, gate_up, tile),
+        K=width, **_options(x, gate_up, *_SHORT_ROWS),
     )  # fmt: skip
     slots = triton.next_power_of_2(pairs)
-    tile = replace(_LONG_ROWS, warps=max(_LONG_ROWS.warps, slots // 2))
     # Directly behind _gate_up_one: it reads ids before it waits.
-    _down_one[(triton.cdiv(width, 8 * tile.eights),)](
+    _down_one[(triton.cdiv(width, _ROWS.value),)](
         hidden, ids, weights, down.codes, down.scales, down.zeros, residual, out, width,
-        K=hidden_size, PAIRS=pairs, SLOTS=slots, **_options(x, down, tile),
+        K=hidden_size, PAIRS=pairs, SLOTS=slots,
+        **_options(x, down, max(_LONG_ROWS[0], slots // 2), _LONG_ROWS[1]),
     )  # fmt: skip
     return out
 
 
-def _options(x: torch.Tensor, matrix: Int4Tensor, tile: OneTile) -> dict[str, Any]:
-    """Return the launch arguments that all three kernels share."""
-    return {
+def _options(x: torch.Tensor, matrix: Int4Tensor, warps: int, ahead: int) -> dict[str, Any]:
+    """Return launch arguments: `warps` take two blocks at a time, with `ahead` times on the way."""
+    options = {
         "GROUP": matrix.group_size,
-        "EIGHTS": tile.eights,
-        "STEP": tile.warps,
-        "AHEAD": tile.ahead,
+        "STEP": warps,
+        "AHEAD": ahead,
         "ASM": x.is_cuda and x.dtype != torch.float32,
-        "num_warps": tile.warps,
+        "num_warps": warps,
         **dependent_launch(x),
     }
+    if warps == 1 and x.dtype != torch.float32 and matrix.group_size > 32:  # others would spill
+        options["maxnreg"] = _ONE_WARP_REGISTERS
+    return options
 
 
 @triton.jit
@@ -117,18 +110,17 @@ def _as_held(tile):
 
 @triton.jit
 def _start(ids_ptr, codes_ptr, n0, features, K: tl.constexpr, PAIRS: tl.constexpr,
-           GROUP: tl.constexpr, EIGHTS: tl.constexpr, STEP: tl.constexpr,
-           SPLIT: tl.constexpr):  # fmt: skip
+           GROUP: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
     """Return where a program's first chunk lies; SPLIT blocks of each pair make a chunk.
 
-    Pointers to its words [8, S, 16], offsets of its scales [4, 8, S], and its blocks [S]. S goes
-    over EIGHTS times eight rows, over two blocks of each warp and over STEP warps, the last
-    fastest. Lanes lie along the words (or copies) and the rows: as the tensor cores want it.
+    Pointers to its words [8, 2 · STEP, 16], offsets of its scales [4, 8, 2 · STEP], and its
+    blocks [2 · STEP], those of one half of the tile after those of the other. Lanes lie along
+    the words (or copies) and the rows, warps along the blocks: as the tensor cores want it.
     """
     blocks: tl.constexpr = (K + 127) // 128
     groups: tl.constexpr = (K + GROUP - 1) // GROUP
-    index = tl.arange(0, EIGHTS * 2 * STEP)
-    slot = index % STEP * 2 + index // STEP % 2
+    index = tl.arange(0, 2 * STEP)
+    slot = index % STEP * 2 + index // STEP
     block = slot % SPLIT
     matrix = 0
     if PAIRS > 1:
@@ -137,8 +129,7 @@ def _start(ids_ptr, codes_ptr, n0, features, K: tl.constexpr, PAIRS: tl.constexp
         block = tl.where(real, block, blocks)
     elif ids_ptr is not None:
         matrix = tl.load(ids_ptr).to(tl.int64)
-    n = n0 + (index // (2 * STEP) * 8)[None, :] + tl.arange(0, 8)[:, None]
-    n = tl.minimum(n, features - 1)  # not stored beyond
+    n = tl.minimum(n0 + tl.arange(0, _ROWS)[:, None], features - 1)  # not stored beyond
     words = codes_ptr.to(tl.pointer_type(tl.int32)) + matrix * features * (blocks * 16)
     words = (words + block * (features * 16))[None, :] + n * 16
     words = words[:, :, None] + tl.arange(0, 16)[None, None, :]
@@ -168,11 +159,17 @@ def _load(
 
 
 @triton.jit
-def _of_rows(table, EIGHTS: tl.constexpr):
-    """Return what a lane loaded for its rows, [4, 8, S], as a tile [STEP, 16 · EIGHTS, 8]."""
-    step: tl.constexpr = table.shape[2] // (2 * EIGHTS)
-    both = tl.reshape(tl.join(table, table), [4, 8, EIGHTS, 2, step, 2])
-    return tl.reshape(tl.permute(both, 4, 2, 3, 1, 0, 5), [step, EIGHTS * 16, 8])
+def _of_rows(table, COLUMNS: tl.constexpr):
+    """Return what a lane loaded for its rows, [4, 8, 2 · STEP], as a tile [STEP, 16, COLUMNS].
+
+    COLUMNS 8: a tile of the product, 32: one of codes as `_as_held` leaves it.
+    """
+    step: tl.constexpr = table.shape[2] // 2
+    each: tl.constexpr = 2 if COLUMNS == 8 else 4
+    table = tl.permute(tl.reshape(table, [4, 8, 2, step]), 3, 2, 1, 0)
+    table = tl.reshape(table, [step, 16, 1, 4, 1])
+    table = tl.broadcast_to(table, [step, 16, COLUMNS // (4 * each), 4, each])
+    return tl.reshape(table, [step, 16, COLUMNS])
 
 
 @triton.jit
@@ -201,35 +198,27 @@ def _halves(words):
 
 
 @triton.jit
-def _products(
-    sums, loaded, x, DTYPE: tl.constexpr, GROUP: tl.constexpr, EIGHTS: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Return sums [STEP, 16 · EIGHTS, 8] plus those of a chunk that `_load` and `_load_x` gave."""
+def _products(sums, loaded, x, DTYPE: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr):
+    """Return sums [STEP, 16, 8] plus those of a chunk that `_load` and `_load_x` returned."""
     codes, scales, zeros = loaded
     precision: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"
     symmetric: tl.constexpr = 1032.0 if DTYPE == tl.float16 else 136.0
-    step: tl.constexpr = codes.shape[1] // (2 * EIGHTS)
-    rows: tl.constexpr = 16 * EIGHTS
-    words = tl.permute(tl.reshape(_halves(codes), [8, EIGHTS, 2, step, 32]), 3, 1, 2, 0, 4)
-    quarters = spread(tl.reshape(words, [step, rows, 32]), DTYPE, ASM)
-    one = tl.full([step, 16, 16], 1, DTYPE)
-    ones = tl.reshape(tl.join(one, one), [step, 16, 32])  # joined, they lie in lanes as codes do
-    for part in tl.static_range(128 // GROUP):
-        total = tl.zeros([step, rows, 8], tl.float32)
-        of_x = tl.zeros([step, 16, 8], tl.float32)
-        for q in tl.static_range(part * GROUP // 32, (part + 1) * GROUP // 32):
+    step: tl.constexpr = codes.shape[1] // 2
+    parts: tl.constexpr = 128 // GROUP
+    words = tl.permute(tl.reshape(_halves(codes), [8, 2, step, 32]), 2, 1, 0, 3)
+    quarters = spread(tl.reshape(words, [step, 16, 32]), DTYPE, ASM)
+    for part in tl.static_range(parts):
+        acc = tl.zeros([step, 16, 8], tl.float32)
+        for q in tl.static_range(part * 4 // parts, (part + 1) * 4 // parts):
             columns = (x[q] if DTYPE == tl.float32 else _halves(x[q])).to(DTYPE, bitcast=True)
-            columns = tl.permute(_as_held(tl.permute(columns, 1, 0, 2)), 0, 2, 1)
-            of_x = tl.dot(ones, columns, of_x, input_precision=precision)
-            total = tl.dot(_as_held(quarters[q]), columns, total, input_precision=precision)
-        of_x = tl.broadcast_to(of_x[:, None, :, :], [step, EIGHTS, 16, 8])
-        of_x = tl.reshape(of_x, [step, rows, 8])
-        if len(zeros) > 0:
-            total -= _of_rows(zeros[part], EIGHTS) * of_x
-        else:
-            total -= symmetric * of_x
-        sums += total * _of_rows(scales[part], EIGHTS)
+            columns = _as_held(tl.permute(columns, 1, 0, 2))
+            w = _as_held(quarters[q])  # zero points come off exactly
+            if len(zeros) > 0:
+                w -= _of_rows(zeros[part].to(DTYPE), 32)
+            else:
+                w -= symmetric
+            acc = tl.dot(w, tl.permute(columns, 0, 2, 1), acc, input_precision=precision)
+        sums += acc * _of_rows(scales[part], 8)
     return sums
 
 
@@ -237,16 +226,15 @@ def _products(
 def _sums(
     x_ptr, ids_ptr, weights_ptr, codes_ptr, scales_ptr, zeros_ptr, n0, features,
     K: tl.constexpr, PAIRS: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr,
-    EIGHTS: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    STEP: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return rows n0 … of the pairs' matrices times their x, weighted: [8 · EIGHTS] float32.
+    """Return rows n0 … of the pairs' matrices times their x, weighted and summed: [8] float32.
 
     Chunks set out AHEAD of the one at work. With PDL, the first do before the wait.
     """
     split: tl.constexpr = 2 * STEP // SLOTS
     blocks: tl.constexpr = (K + 127) // 128
-    start = _start(ids_ptr, codes_ptr, n0, features, K, PAIRS, GROUP, EIGHTS, STEP, split)
+    start = _start(ids_ptr, codes_ptr, n0, features, K, PAIRS, GROUP, STEP, split)
     loaded = ()  # type: Any
     for i in tl.static_range(AHEAD):
         loaded = loaded + (_load(start, scales_ptr, zeros_ptr, i, features, K, GROUP, split),)
@@ -256,11 +244,11 @@ def _sums(
     x = ()  # type: Any
     for i in tl.static_range(AHEAD):
         x = x + (_load_x(x_rows, tl.minimum(i * split + slot % split, blocks - 1), K),)
-    acc = tl.zeros([STEP, 16 * EIGHTS, 8], tl.float32)
+    acc = tl.zeros([STEP, 16, 8], tl.float32)
     for first in tl.range(0, (blocks + split - 1) // split, AHEAD, num_stages=1):
         next_loaded, next_x = (), ()  # type: Any, Any
         for i in tl.static_range(AHEAD):
-            acc = _products(acc, loaded[i], x[i], x_ptr.dtype.element_ty, GROUP, EIGHTS, ASM)
+            acc = _products(acc, loaded[i], x[i], x_ptr.dtype.element_ty, GROUP, ASM)
             chunk = first + AHEAD + i
             following = _load(start, scales_ptr, zeros_ptr, chunk, features, K, GROUP, split)
             next_loaded = next_loaded + (following,)
@@ -272,21 +260,20 @@ def _sums(
     share = (tl.arange(0, 8)[None, None, :] // 4 == half).to(tl.float32) / 4  # of four copies
     if weights_ptr is not None:
         share *= tl.load(weights_ptr + pair, mask=pair < PAIRS, other=0)
-    acc = tl.reshape(acc, [STEP, EIGHTS, 2, 8, 8]) * share[:, None, :, None, :]
-    acc = tl.sum(tl.sum(tl.sum(acc, axis=2), axis=3), axis=0)  # between warps last
-    return tl.reshape(acc, [8 * EIGHTS])
+    acc = tl.reshape(acc, [STEP, 2, 8, 8]) * share[:, :, None, :]
+    return tl.sum(tl.sum(tl.sum(acc, axis=1), axis=2), axis=0)  # between warps last
 
 
 @triton.jit
 def _linear_one(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr, features,
-    K: tl.constexpr, GROUP: tl.constexpr, EIGHTS: tl.constexpr, STEP: tl.constexpr,
-    AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    n0 = tl.program_id(0) * (8 * EIGHTS)
+    n0 = tl.program_id(0) * _ROWS
     y = _sums(
         x_ptr, None, None, codes_ptr, scales_ptr, zeros_ptr, n0, features,
-        K, 1, 1, GROUP, EIGHTS, STEP, AHEAD, ASM, PDL,
+        K, 1, 1, GROUP, STEP, AHEAD, ASM, PDL,
     )  # fmt: skip
     _store(y, n0, features, bias_ptr, residual_ptr, out_ptr)
 
@@ -294,19 +281,18 @@ def _linear_one(
 @triton.jit
 def _gate_up_one(
     x_ptr, ids_ptr, codes_ptr, scales_ptr, zeros_ptr, hidden_ptr, hidden_size,
-    K: tl.constexpr, GROUP: tl.constexpr, EIGHTS: tl.constexpr, STEP: tl.constexpr,
-    AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some hidden units of one of the token's experts."""
+    """Four hidden units of one of the token's experts."""
     pair = tl.program_id(1)
     await_and_release(PDL)
     y = _sums(
         x_ptr, ids_ptr + pair, None, codes_ptr, scales_ptr, zeros_ptr,
-        tl.program_id(0) * (8 * EIGHTS), 2 * hidden_size,
-        K, 1, 1, GROUP, EIGHTS, STEP, AHEAD, ASM, False,
+        tl.program_id(0) * _ROWS, 2 * hidden_size, K, 1, 1, GROUP, STEP, AHEAD, ASM, False,
     )  # fmt: skip
-    gate, up = tl.split(tl.reshape(y, [4 * EIGHTS, 2]))
-    unit = tl.program_id(0) * (4 * EIGHTS) + tl.arange(0, 4 * EIGHTS)
+    gate, up = tl.split(tl.reshape(y, [_ROWS // 2, 2]))
+    unit = tl.program_id(0) * (_ROWS // 2) + tl.arange(0, _ROWS // 2)
     hidden = gate * tl.sigmoid(gate) * up
     tl.store(hidden_ptr + pair * hidden_size + unit, hidden, mask=unit < hidden_size)
 
@@ -316,22 +302,21 @@ def _down_one(
     hidden_ptr, ids_ptr, weights_ptr, codes_ptr, scales_ptr, zeros_ptr, residual_ptr, out_ptr,
     features,
     K: tl.constexpr, PAIRS: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr,
-    EIGHTS: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    STEP: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some results, summed over all of the token's experts."""
-    n0 = tl.program_id(0) * (8 * EIGHTS)
+    """Eight results, summed over all of the token's experts."""
+    n0 = tl.program_id(0) * _ROWS
     y = _sums(
         hidden_ptr, ids_ptr, weights_ptr, codes_ptr, scales_ptr, zeros_ptr, n0, features,
-        K, PAIRS, SLOTS, GROUP, EIGHTS, STEP, AHEAD, ASM, PDL,
+        K, PAIRS, SLOTS, GROUP, STEP, AHEAD, ASM, PDL,
     )  # fmt: skip
     _store(y, n0, features, None, residual_ptr, out_ptr)
 
 
 @triton.jit
 def _store(y, n0, features, bias_ptr, residual_ptr, out_ptr):
-    """Add bias and residual to y and store it."""
-    n = n0 + tl.arange(0, y.shape[0])
+    """Add bias and residual to y [8] and store it."""
+    n = n0 + tl.arange(0, _ROWS)
     valid = n < features
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n, mask=valid, other=0).to(tl.float32)
