@@ -20,8 +20,11 @@ from deepseek_triton.kernels.launch import await_and_release, await_inputs, depe
 from deepseek_triton.kernels.tiles import spread
 
 _ROWS = tl.constexpr(8)  # of a matrix that a program takes
-# Warps that share a row, and how many times they take two blocks before the first is at work.
-_SHORT_ROWS, _LONG_ROWS = (1, 2), (8, 3)
+# Warps that share a row, and how many times they take two blocks before the first is at work. All
+# programs of DeepSeek-V2-Lite's experts run at once on an H200: 22 of one warp on each
+# multiprocessor, or two of eight. One register set too many, and the last wait for the first.
+_SHORT_ROWS, _LONG_ROWS = (1, 2), (8, 2)
+_ONE_WARP_REGISTERS = 88
 
 
 def linear_int4_one(
@@ -81,7 +84,7 @@ def experts_int4_one(
 
 def _options(x: torch.Tensor, matrix: Int4Tensor, warps: int, ahead: int) -> dict[str, Any]:
     """Return launch arguments: `warps` take two blocks at a time, with `ahead` times on the way."""
-    return {
+    options = {
         "GROUP": matrix.group_size,
         "STEP": warps,
         "AHEAD": ahead,
@@ -89,6 +92,9 @@ def _options(x: torch.Tensor, matrix: Int4Tensor, warps: int, ahead: int) -> dic
         "num_warps": warps,
         **dependent_launch(x),
     }
+    if warps == 1 and x.dtype != torch.float32 and matrix.group_size > 32:  # others would spill
+        options["maxnreg"] = _ONE_WARP_REGISTERS
+    return options
 
 
 @triton.jit
