@@ -193,7 +193,8 @@ def _nucleus(
     target, before = top_p * float(weights.sum(dtype=np.float64)), 0.0
     if scores.size > _SORT_LIMIT:
         span = min(-float(scores.min()), 32.0) or 1.0  # exp(−32): nothing below it matters
-        bins = np.minimum(scores * np.float32(-_BINS / span), _BINS - 1).astype(np.int32)
+        near = np.maximum(scores, np.float32(-span))
+        bins = np.minimum(near * np.float32(-_BINS / span), _BINS - 1).astype(np.int32)
         cumulative = np.cumsum(np.bincount(bins, weights, _BINS))
         edge = min(int(np.searchsorted(cumulative, target)), _BINS - 1)
         kept = bins < edge
