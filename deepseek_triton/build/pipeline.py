@@ -21,7 +21,7 @@ from deepseek_triton.build.manifest import (
 from deepseek_triton.build.parallel import Parallel
 from deepseek_triton.build.targets import Target, find_target
 from deepseek_triton.checkpoint.config import read_model_spec
-from deepseek_triton.checkpoint.names import validate_checkpoint
+from deepseek_triton.checkpoint.names import draft_tensors, validate_checkpoint
 from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import CheckpointError, ConfigError, EngineMismatchError
@@ -178,6 +178,11 @@ def _open_checkpoint(folder: Path, draft: bool) -> tuple[ModelSpec, CheckpointRe
             f"DRAFT: a {spec.architecture} model has no multi-token-prediction layer; leave it out"
         )
     reader = open_checkpoint(folder, spec)
+    if draft and not any(name in reader for name, _ in draft_tensors(spec)):
+        raise ConfigError(
+            f"DRAFT: {folder} has no multi-token-prediction layer, which would be its layer "
+            f"{spec.num_layers}; leave it out"
+        )
     validate_checkpoint(reader, spec, draft=draft)
     if not (folder / TOKENIZER_FILES[0]).is_file():
         raise CheckpointError(

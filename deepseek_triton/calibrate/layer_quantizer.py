@@ -14,6 +14,7 @@ from deepseek_triton.calibrate.layer_model import LayerModel
 from deepseek_triton.calibrate.statistics import Activations
 from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.errors import CheckpointError
 from deepseek_triton.quantize.awq_search import (
     Scheme,
     candidate_scales,
@@ -172,4 +173,10 @@ class LayerQuantizer:
         return self._reader.shape(module + ".weight")[1] % self._scheme.group_size == 0
 
     def _read(self, module: str) -> NDArray[np.float32]:
-        return np.asarray(self._reader.read(module + ".weight"), np.float32)
+        weight = np.asarray(self._reader.read(module + ".weight"), np.float32)
+        if not np.isfinite(weight).all():
+            raise CheckpointError(
+                f"{module}.weight holds a number that is not finite: the file is damaged; "
+                "fetch it again"
+            )
+        return weight

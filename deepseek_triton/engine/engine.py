@@ -252,7 +252,8 @@ class StepEngine:
                 error = RequestFailedError(
                     state.request.request_key,
                     "the model gave no finite logits, most likely an overflow; build the engine "
-                    "with PRECISION=fp32, or bf16 where the target has it",
+                    "with PRECISION=fp32, or bf16 where the target has it (if it is: a weight of "
+                    "the checkpoint is not finite)",
                 )
             elif state.ends_with(token_id):
                 reason = FinishReason.STOP

@@ -78,7 +78,8 @@ def score_windows(runner: ScoringRunner, windows: NDArray[np.int32], name: str =
     if not np.isfinite(scores.log_probs).all():
         raise ConfigError(
             f"{name or 'the engine'} gave logits that are not finite, most likely an overflow; "
-            "build it with PRECISION=fp32, or bf16 where the target has it"
+            "build it with PRECISION=fp32, or bf16 where the target has it (if it is: a weight of "
+            "the checkpoint is not finite)"
         )
     return scores
 

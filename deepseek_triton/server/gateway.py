@@ -55,6 +55,11 @@ class Gateway:
 
         threading.Thread(target=watch, name="watch-server", daemon=True).start()
         logger.info("gateway: http://%s:%d/v1", options.host, options.port)
-        http.run()
+        try:
+            http.run()
+        except KeyboardInterrupt:
+            if http.force_exit:  # a second one: nobody waits any more
+                server.kill()
+            raise
         if failures:
             raise failures[0]

@@ -140,6 +140,13 @@ class RunningServer:
         finally:
             self._clean_up()
 
+    def kill(self) -> None:
+        """Stop the server at once, whatever it does; `stop` has then little left to do."""
+        if self._stub_watch is not None:
+            self._stub_watch.stop()
+        if self._process is not None:
+            kill_group(self._process.pid)
+
     def _clean_up(self) -> None:
         if self._process is not None:
             kill_group(self._process.pid)

@@ -55,15 +55,15 @@ class StubWatch(threading.Thread):
 
 
 def find_stubs(leader: int, model_repository: Path, models: Iterable[str]) -> dict[int, str]:
-    """Return model by process id; a stub's command line names the model's file."""
+    """Return model by process id; an argument of a stub is the path of the model's file."""
     folders = {model: f"{model_repository.resolve()}/{model}/".encode() for model in models}
     found: dict[int, str] = {}
     for pid in members(leader):
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
         for model, folder in folders.items():
-            if folder in command:
+            if any(argument.startswith(folder) for argument in arguments):
                 found[pid] = model
     return found

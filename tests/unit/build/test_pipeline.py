@@ -133,6 +133,12 @@ def test_a_draft_needs_the_architecture_that_has_one(checkpoint: Path, tmp_path:
     assert not (tmp_path / "engine").exists()
 
 
+def test_a_draft_needs_the_layer(tmp_path: Path) -> None:
+    checkpoint = write_random_checkpoint(tmp_path / "checkpoint", preset_config("v3"))
+    with pytest.raises(ConfigError, match="DRAFT: .* has no multi-token-prediction layer"):
+        build_engine(checkpoint, tmp_path / "engine", draft=True)
+
+
 MEASURE = """
 import sys
 from pathlib import Path

@@ -20,7 +20,7 @@ from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.presets import preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.checkpoint.reader import CheckpointReader
-from deepseek_triton.errors import ConfigError
+from deepseek_triton.errors import CheckpointError, ConfigError
 from deepseek_triton.quantize.awq_search import Scheme
 from deepseek_triton.request import RequestKey
 from deepseek_triton.runner.base import StepRow
@@ -153,6 +153,16 @@ def test_round_to_nearest_reads_no_text_and_changes_nothing_else(
     exact = before[f"{name}.weight"].astype(np.float32)
     step = np.repeat(after[f"{name}.weight_scale"].astype(np.float32), 32, axis=1)
     assert (np.abs(weight_of(after, name, 32) - exact) <= 0.55 * step).mean() > 0.95
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoint = write_random_checkpoint(tmp_path / "checkpoint", V3, dtype="bfloat16")
+    tensors = load_torch(checkpoint / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_b_proj.weight"][3, 5] = float("nan")
+    save_torch(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_b_proj\.weight holds"):
+        quantize_checkpoint(checkpoint, tmp_path / "out", QuantizeOptions("rtn", 32), iter(()))
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_fp8_checkpoint_is_read_as_what_it_stands_for(checkpoint: Path, tmp_path: Path) -> None:
