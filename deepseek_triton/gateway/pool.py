@@ -21,6 +21,7 @@ from deepseek_triton.gateway.triton import (
 _logger = logging.getLogger(__name__)
 
 _PROBE_INTERVAL_S = 1.0
+_CANCEL_S = 0.2
 _IMBALANCE = 1.25  # a preferred server may have this share of the mean load, and one more
 
 
@@ -44,6 +45,9 @@ class ServerPool:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._prober
         await asyncio.gather(*(server.close() for server in self.servers))
+        # gRPC tells the servers of cancelled calls in the background. The end of this loop would
+        # end that too, and requests that nobody waits for would run on.
+        await asyncio.sleep(_CANCEL_S)
 
     @property
     def ready(self) -> bool:
