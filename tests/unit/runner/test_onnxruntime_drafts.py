@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from deepseek_triton.build.pipeline import build_engine, is_current
+from deepseek_triton.checkpoint.presets import preset_config
+from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.config import SchedulerConfig
 from deepseek_triton.engine.engine import StepEngine
 from deepseek_triton.errors import CheckpointError
@@ -116,11 +119,11 @@ def test_an_engine_with_drafts_is_another_engine(engines: tuple[Path, Path]) -> 
     assert not is_current(plain, DEMO, draft=True)
 
 
-def test_a_checkpoint_without_the_layer_is_refused_by_the_tensor(tmp_path: Path) -> None:
-    from deepseek_triton.checkpoint.presets import preset_config
-    from deepseek_triton.checkpoint.random import write_random_checkpoint
-
-    write_random_checkpoint(tmp_path / "v3", preset_config("v3"))
+def test_a_checkpoint_with_a_part_of_the_layer_is_refused_by_the_tensor(tmp_path: Path) -> None:
+    folder = write_random_checkpoint(tmp_path / "v3", preset_config("v3"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.4.enorm.weight"] = tensors["model.layers.3.input_layernorm.weight"].copy()
+    save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"eh_proj\.weight: missing"):
-        build_engine(tmp_path / "v3", tmp_path / "engine", draft=True)
+        build_engine(folder, tmp_path / "engine", draft=True)
     assert not (tmp_path / "engine").exists()
