@@ -6,7 +6,7 @@ that are multiples of 16. Graphs cover short whole prompts alone; this runs the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -19,19 +19,17 @@ _DIVISOR = 16
 _FEWEST = 3
 
 
-def token_counts(limit: int) -> Iterator[int]:
-    """Yield ascending token counts up to `limit`: in each size class one that 16 divides or not.
+def step_sizes(limit: int) -> list[int]:
+    """Return ascending token counts up to `limit`: in each size class one that 16 divides or not.
 
     Classes begin at powers of two, and some half way between two of them.
     """
-    yield from (n for n in (_FEWEST,) if n < limit)
-    count = _DIVISOR
-    while count < limit:
-        yield from (n for n in (count, count + 1) if n < limit)
-        half = count + count // 2
-        yield from (n for n in (half // _DIVISOR * _DIVISOR, half + 1) if count + 1 < n < limit)
-        count *= 2
-    yield limit
+    sizes, size = {_FEWEST}, _DIVISOR
+    while size < limit:
+        half = size + size // 2
+        sizes |= {size, size + 1, half // _DIVISOR * _DIVISOR, half + 1}
+        size *= 2
+    return [*sorted(n for n in sizes if n < limit), limit]
 
 
 def warm_up(
@@ -45,7 +43,7 @@ def warm_up(
     Their tokens are padding. What a step may leave in `pools` is no request's: none has come yet.
     """
     with torch.inference_mode():
-        for tokens in token_counts(max_tokens):
+        for tokens in step_sizes(max_tokens):
             for context in (0, 1):
                 compute(_padding(tokens, context, pools, device))
 

@@ -23,7 +23,7 @@ from deepseek_triton.runner.base import RowSampling, StepRow  # noqa: E402
 from deepseek_triton.runner.cuda import CudaRunner  # noqa: E402
 from deepseek_triton.runner.cuda_graphs import PROMPT_BUCKETS, PromptBuckets  # noqa: E402
 from deepseek_triton.runner.cuda_step import Step  # noqa: E402
-from deepseek_triton.runner.cuda_warm_up import token_counts, warm_up  # noqa: E402
+from deepseek_triton.runner.cuda_warm_up import step_sizes, warm_up  # noqa: E402
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner  # noqa: E402
 
 NUM_BLOCKS = 24
@@ -259,7 +259,7 @@ def test_an_int4_engine_gives_the_logits_of_onnx_runtime(tmp_path: Path, symmetr
 
 @pytest.mark.parametrize("limit", [1, 16, 100, 256, 8192])
 def test_warm_up_meets_odd_counts_and_multiples_of_16_in_each_size_class(limit: int) -> None:
-    counts = list(token_counts(limit))
+    counts = list(step_sizes(limit))
     assert counts == sorted(set(counts)) and counts[-1] == limit
     for low in (16, 32, 64, 128, 1024, 4096):
         found = [count for count in counts if low <= count < 2 * low]
@@ -279,7 +279,7 @@ def test_warm_up_runs_prefill_with_and_without_context(
     warm_up(compute, runner._pools, 150, torch.device("cpu"))
     contexts = [step.attention.key_slots is not None for step in steps]
     assert contexts == [False, True] * (len(steps) // 2)
-    assert [len(step.input_ids) for step in steps[::2]] == list(token_counts(150))
+    assert [len(step.input_ids) for step in steps[::2]] == list(step_sizes(150))
 
 
 @pytest.mark.parametrize("lengths", [(5, 37, 20), (3,) * 20, (50, 2), (700, 700)])
