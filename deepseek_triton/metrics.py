@@ -35,10 +35,6 @@ FAILED = Metric(
 """The one that two models count: each adds the sample of its own stage."""
 
 METRICS = (
-    Metric("requests_active", "gauge", "requests", "Requests in the running batch."),
-    Metric("requests_waiting", "gauge", "requests", "Requests that wait for a place in the batch."),
-    Metric("kv_blocks_total", "gauge", "blocks", "KV blocks of the pool."),
-    Metric("kv_blocks_used", "gauge", "blocks", "KV blocks that requests hold."),
     Metric("preemptions_total", "counter", "preemptions", "Requests that lost their KV blocks."),
     Metric("prompt_tokens_total", "counter", "tokens", "Prompt tokens of accepted requests."),
     Metric("tokens_generated_total", "counter", "tokens", "Tokens generated."),
@@ -49,6 +45,12 @@ METRICS = (
     Metric("steps_total", "counter", "steps", "Steps run."),
     Metric("step_seconds_total", "counter", "seconds", "Time spent in steps, the model included."),
     Metric("runner_seconds_total", "counter", "seconds", "Time spent in the model runner."),
+    # Last, because samples are passed on in this order: a request that a gauge no longer shows
+    # is in the counters.
+    Metric("requests_active", "gauge", "requests", "Requests in the running batch."),
+    Metric("requests_waiting", "gauge", "requests", "Requests that wait for a place in the batch."),
+    Metric("kv_blocks_total", "gauge", "blocks", "KV blocks of the pool."),
+    Metric("kv_blocks_used", "gauge", "blocks", "KV blocks that requests hold."),
 )
 
 

@@ -195,6 +195,22 @@ def is_idle(server: RunningServer) -> bool:
     return not (now["requests_active"] or now["requests_waiting"] or now["kv_blocks_used"])
 
 
+def settled(server: RunningServer) -> dict[str, float]:
+    """Return the engine's metrics once what came before is in them.
+
+    The server is told of them a few times a second; a test that counts has to begin with all
+    that earlier requests did, and ends with the same call or waits for the value it expects.
+    """
+    last, since = metrics(server), time.monotonic()
+    start = since
+    while time.monotonic() - since < 0.5:
+        assert time.monotonic() - start < 30.0, "the metrics do not come to rest"
+        time.sleep(0.05)
+        if (now := metrics(server)) != last:
+            last, since = now, time.monotonic()
+    return last
+
+
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
     """Poll until `condition` holds; return how long it took."""
     start = time.monotonic()

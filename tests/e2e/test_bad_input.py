@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,15 @@ import pytest
 from client.grpc_stream import DTYPES, make_input
 from deepseek_triton.server import RunningServer
 from deepseek_triton.text.tokenizer import Tokenizer
-from tests.e2e.support import complete, metrics, raw_request, refusal, tensor, wait_until
+from tests.e2e.support import (
+    complete,
+    metrics,
+    raw_request,
+    refusal,
+    settled,
+    tensor,
+    wait_until,
+)
 
 CONTEXT = 4096  # of the checkpoint
 VOCABULARY = 4096
@@ -176,7 +183,7 @@ def test_refused_requests_are_counted_as_failed(
         counts = metrics(server)
         return {s: counts[f"requests_failed_total.{s}"] for s in ("preprocessing", "engine")}
 
-    time.sleep(0.5)  # until what came before this test is counted
+    settled(server)
     before = failed()
     refused(server, **bad)  # once over gRPC, twice over HTTP
     expected = {**before, stage: before[stage] + 3}

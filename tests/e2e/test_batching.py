@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from deepseek_triton.server import RunningServer
-from tests.e2e.support import NEVER, PROMPTS, complete, concurrently, metrics, refusal
+from tests.e2e.support import NEVER, PROMPTS, complete, concurrently, refusal, settled
 
 
 def mixed_requests() -> list[dict[str, Any]]:
@@ -55,9 +55,9 @@ def test_preemption_does_not_change_the_text(
         for i in range(6)
     ]
     expected = [complete(server, **request).text for request in requests]
-    before = metrics(small_server)["preemptions_total"]
+    before = settled(small_server)["preemptions_total"]
     answers = concurrently([partial(complete, small_server, **request) for request in requests])
-    assert metrics(small_server)["preemptions_total"] > before
+    assert settled(small_server)["preemptions_total"] > before
     assert [answer.text for answer in answers] == expected
 
 

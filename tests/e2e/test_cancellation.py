@@ -15,7 +15,15 @@ from client.grpc_stream import GenerationError, stream_grpc
 from client.http_generate import generate_stream
 from deepseek_triton.server import RunningServer
 from tests.e2e.conftest import SHORT_DEADLINE_MS
-from tests.e2e.support import NEVER, complete, concurrently, is_idle, metrics, wait_until
+from tests.e2e.support import (
+    NEVER,
+    complete,
+    concurrently,
+    is_idle,
+    metrics,
+    settled,
+    wait_until,
+)
 
 WITHIN_S = 2.0  # usually about 0.2 s; a busy test machine takes longer
 LONG: dict[str, Any] = {"max_tokens": 4000, "end_id": NEVER}
@@ -23,6 +31,10 @@ LONG: dict[str, Any] = {"max_tokens": 4000, "end_id": NEVER}
 
 def cancelled(server: RunningServer) -> float:
     return metrics(server).get("requests_finished_total.cancelled", 0.0)
+
+
+def cancelled_before(server: RunningServer) -> float:
+    return settled(server).get("requests_finished_total.cancelled", 0.0)
 
 
 def is_running(server: RunningServer) -> bool:
@@ -79,7 +91,7 @@ def leave_http_stream(server: RunningServer) -> None:
 def test_the_request_ends_within_a_second(
     server: RunningServer, leave: Callable[[RunningServer], None]
 ) -> None:
-    before = cancelled(server)
+    before = cancelled_before(server)
     leave(server)
     wait_until(lambda: is_idle(server), WITHIN_S, "the engine is idle")
     wait_until(lambda: cancelled(server) == before + 1, WITHIN_S, "it is counted as cancelled")
@@ -87,7 +99,7 @@ def test_the_request_ends_within_a_second(
 
 def test_many_clients_leaving_at_once_leave_nothing(server: RunningServer) -> None:
     """More than run at the same time, so that some leave while they wait."""
-    before = cancelled(server)
+    before = cancelled_before(server)
     streams = [stream_grpc("Hello", url=server.grpc_url, **LONG) for _ in range(12)]
     concurrently([partial(next, stream) for stream in streams])
     concurrently([partial(pass_grpc_deadline, server, stream=bool(i % 2)) for i in range(12)])
@@ -122,7 +134,7 @@ def test_hanging_up_on_generate_is_bounded_by_the_requests_own_deadline(
     server: RunningServer,
 ) -> None:
     """tritonserver never reports this disconnect, so that a deadline alone ends the work."""
-    before = cancelled(server)
+    before = cancelled_before(server)
     start = time.monotonic()
     hang_up_on_generate(server, deadline_ms=700)
     wait_until(lambda: is_idle(server), 0.7 + WITHIN_S, "the engine is idle")
@@ -131,7 +143,7 @@ def test_hanging_up_on_generate_is_bounded_by_the_requests_own_deadline(
 
 
 def test_a_request_without_a_deadline_gets_the_servers(small_server: RunningServer) -> None:
-    before = cancelled(small_server)
+    before = cancelled_before(small_server)
     # Few enough tokens for the small pool, sent so often that the deadline comes first.
     answers = concurrently(
         [

@@ -17,7 +17,7 @@ from deepseek_triton.server import RunningServer, running_server
 from deepseek_triton.server.ports import resolve_ports
 from tests.e2e.chromium import running_browser
 from tests.e2e.conftest import options
-from tests.e2e.support import is_idle, metrics, wait_until
+from tests.e2e.support import is_idle, settled, wait_until
 from tests.e2e.test_speculation import DEMO
 
 # What a browser says of an answer of 400, and of markup that a test puts in on purpose.
@@ -133,17 +133,19 @@ def test_a_conversation_goes_on_with_the_keyboard_alone(page: Page) -> None:
 
 @pytest.mark.parametrize("way", ["button", "escape"])
 def test_stopping_frees_the_engine(page: Page, served: RunningServer, way: str) -> None:
+    before = settled(served).get("requests_finished_total.cancelled", 0.0)
     choose(page, mode="complete", temperature="1", max_tokens="1900")
     page.locator("#input").fill("import os\nimport sys\n\n\ndef main():\n")
     page.keyboard.press("Enter")
     expect(page.locator("article.assistant .text")).not_to_be_empty(timeout=20_000)
+    wait_until(lambda: not is_idle(served), 2.0, "the request shows in the metrics")
     if way == "button":
         page.get_by_role("button", name="Stop").click()
     else:
         page.keyboard.press("Escape")
     wait_until(lambda: is_idle(served), 2.0, "the engine's request has ended")
     expect(page.locator(".figures")).to_contain_text("stopped")
-    assert metrics(served)["requests_finished_total.cancelled"] >= 1
+    assert settled(served)["requests_finished_total.cancelled"] == before + 1
 
 
 def scripted(page: Page, *deltas: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ from tests.e2e.support import (
     complete,
     concurrently,
     is_idle,
+    metrics,
     processes_serving,
     raw_request,
     refusal,
@@ -152,7 +153,8 @@ def test_a_killed_engine_ends_its_requests_and_the_server(
         threads = [threading.Thread(target=ask) for _ in range(3 if busy else 0)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: is_idle(server) is not busy, 5.0, "the requests run")
+        running = len(threads)
+        wait_until(lambda: metrics(server)["requests_active"] == running, 5.0, "the requests run")
         os.kill(worker_of(server), signal.SIGKILL)
         with pytest.raises(ServerError, match="model tensorrt_llm: its process died"):
             server.wait()

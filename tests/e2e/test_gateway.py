@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from deepseek_triton.server import RunningServer
 from deepseek_triton.server.ports import resolve_ports
-from tests.e2e.support import is_idle, metrics, wait_until
+from tests.e2e.support import is_idle, metrics, settled, wait_until
 
 MODEL = "checkpoint"  # the folder's name
 WITHIN_S = 2.0  # usually about 0.2 s; a busy test machine takes longer
@@ -265,6 +265,7 @@ def test_a_client_that_leaves_ends_its_request_in_the_engine(
     def cancelled() -> float:
         return metrics(server).get("requests_finished_total.cancelled", 0.0)
 
+    settled(server)
     before = cancelled()
     if stream:
         chunks = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **LONG)

@@ -8,7 +8,7 @@ from pathlib import Path
 from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.server import running_server
 from tests.e2e.conftest import options
-from tests.e2e.support import complete, concurrently, metrics
+from tests.e2e.support import complete, concurrently, settled
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 HEADS = tuple(f"def {name}(path):\n" for name in ("read_lines", "copy", "is_empty", "touch"))
@@ -25,7 +25,7 @@ def answers(folder: Path, *, draft: bool) -> tuple[list[tuple[str, str]], dict[s
             for sampling in SAMPLINGS
         ]
         whole = [(answer.text, answer.finish_reason) for answer in concurrently(calls)]
-        return whole, metrics(server)
+        return whole, settled(server)
 
 
 def test_texts_are_the_same_with_and_without_drafts(tmp_path: Path) -> None:

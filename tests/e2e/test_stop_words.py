@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
 from client.http_generate import generate, generate_stream
 from deepseek_triton.server import RunningServer
-from tests.e2e.support import NEVER, Answer, complete, metrics, wait_until
+from tests.e2e.support import NEVER, Answer, complete, metrics, settled, wait_until
 
 PROMPT = "What is deep learning?"
 REQUEST: dict[str, Any] = {"max_tokens": 48, "end_id": NEVER, "exclude_input_in_output": True}
@@ -101,7 +100,7 @@ def test_a_request_ended_by_a_stop_string_counts_as_stopped(
         counts = metrics(server)
         return tuple(counts[f"requests_finished_total.{r}"] for r in ("stop", "cancelled"))
 
-    time.sleep(0.5)  # until what came before this test is counted
+    settled(server)
     stopped_before, cancelled_before = finished()
     request = {**REQUEST, "max_tokens": 3500, "temperature": 1.0, "seed": 7}
     complete(server, PROMPT, stop_words=unstopped.text[8:12], **request)
