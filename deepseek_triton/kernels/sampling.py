@@ -62,7 +62,7 @@ def sample(
     pdl = dependent_launch(logits)
     _summarise[(chunks, count)](
         logits, adjusted, rows, token_counts, banned, summary, vocab, logits.stride(0), chunks,
-        BANNED=0 if banned is None else banned.shape[1], COLUMNS=_COLUMNS, CHUNK=_CHUNK, **pdl,
+        0 if banned is None else banned.shape[1], COLUMNS=_COLUMNS, CHUNK=_CHUNK, **pdl,
     )  # fmt: skip
     _finish[(count,)](
         logits, adjusted, rows, summary, chosen, vocab, logits.stride(0), adjusted.stride(0),
@@ -75,8 +75,7 @@ def sample(
 
 @triton.jit
 def _adjust(
-    logits, ids, valid, row, rows_ptr, counts_ptr, banned_ptr, vocab,
-    BANNED: tl.constexpr, COLUMNS: tl.constexpr,
+    logits, ids, valid, row, rows_ptr, counts_ptr, banned_ptr, vocab, bans, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Apply penalties and bans to logits of `ids`."""
     if counts_ptr is not None:
@@ -88,16 +87,17 @@ def _adjust(
         repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
         logits = tl.where(seen != 0, repeated, logits)
         logits = tl.where(count > 0, logits - (presence + frequency * count), logits)
-    for i in tl.static_range(BANNED):
-        logits = tl.where(ids == tl.load(banned_ptr + row * BANNED + i), float("-inf"), logits)
+    if banned_ptr is not None:
+        for i in range(bans):
+            logits = tl.where(ids == tl.load(banned_ptr + row * bans + i), float("-inf"), logits)
     return logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bans"])
 def _summarise(
     logits_ptr, adjusted_ptr, rows_ptr, counts_ptr, banned_ptr, summary_ptr,
-    vocab, stride, chunks,
-    BANNED: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    vocab, stride, chunks, bans,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Summary of one chunk of one row; NaN counts as +Inf."""
     chunk = tl.program_id(0)
@@ -115,7 +115,7 @@ def _summarise(
     best = peak
     if counts_ptr is not None or banned_ptr is not None:
         logits = _adjust(
-            logits, ids, valid, row, rows_ptr, counts_ptr, banned_ptr, vocab, BANNED, COLUMNS
+            logits, ids, valid, row, rows_ptr, counts_ptr, banned_ptr, vocab, bans, COLUMNS
         )
         tl.store(adjusted_ptr + row * vocab + ids, logits, mask=valid)
         best = tl.max(logits, axis=0)
@@ -128,7 +128,7 @@ def _summarise(
     tl.store(at + 4 * chunks, best_id.to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _finish(
     logits_ptr, adjusted_ptr, rows_ptr, summary_ptr, chosen_ptr,
     vocab, stride, adjusted_stride, count, chunks,

@@ -1,17 +1,22 @@
-"""Compile at the start what prompts of any length need, so that no request waits for a compiler.
+"""Compile at the start what no graph holds, so that no request waits for a compiler.
 
-A kernel is compiled for each size class of its tiles and buffers, and once more for token counts
-that are multiples of 16. Graphs cover short whole prompts alone; this runs the other prefill steps.
+For prompts of any length a kernel is compiled for each size class of its tiles and buffers, and
+once more for token counts that are multiples of 16. Graphs cover short whole prompts alone; this
+runs the other prefill steps, and the ways to choose a token that differ in their kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from deepseek_triton.request import SamplingParams
+from deepseek_triton.runner.base import RowSampling
+from deepseek_triton.runner.cuda_graphs import Compute
+from deepseek_triton.runner.cuda_sampling import choose
 from deepseek_triton.runner.cuda_step import Prefill, Step
 
 _ROW = 128  # tokens of a row
@@ -33,19 +38,31 @@ def step_sizes(limit: int) -> list[int]:
 
 
 def warm_up(
-    compute: Callable[[Step], object],
+    compute: Compute,
     pools: dict[str, Tensor],
     max_tokens: int,
     device: torch.device,
 ) -> None:
-    """Run prefill steps of up to `max_tokens` tokens, with and without context.
+    """Run prefill steps of up to `max_tokens` tokens, with and without context, and draw a token.
 
     Their tokens are padding. What a step may leave in `pools` is no request's: none has come yet.
     """
     with torch.inference_mode():
         for tokens in step_sizes(max_tokens):
             for context in (0, 1):
-                compute(_padding(tokens, context, pools, device))
+                logits = compute(_padding(tokens, context, pools, device))[0]
+        for row in _choices():
+            choose(logits[:1], [row])
+
+
+def _choices() -> list[RowSampling]:
+    """Return a row for each way to choose a token: with and without penalties and bans."""
+    one = np.zeros(1, np.int32)
+    return [
+        RowSampling(SamplingParams(1.0, presence_penalty=penalty), 0.5, banned, one, one)
+        for penalty in (0.0, 1.0)
+        for banned in (None, 0)
+    ]
 
 
 def _padding(tokens: int, context: int, pools: dict[str, Tensor], device: torch.device) -> Step:

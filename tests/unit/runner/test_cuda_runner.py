@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,10 @@ from deepseek_triton.checkpoint.presets import preset_config  # noqa: E402
 from deepseek_triton.checkpoint.random import write_random_checkpoint  # noqa: E402
 from deepseek_triton.errors import ConfigError, EngineMismatchError  # noqa: E402
 from deepseek_triton.request import RequestKey, SamplingParams  # noqa: E402
+from deepseek_triton.runner import cuda_sampling, cuda_warm_up  # noqa: E402
 from deepseek_triton.runner.base import RowSampling, StepRow  # noqa: E402
 from deepseek_triton.runner.cuda import CudaRunner  # noqa: E402
-from deepseek_triton.runner.cuda_graphs import PROMPT_BUCKETS, PromptBuckets  # noqa: E402
+from deepseek_triton.runner.cuda_graphs import PROMPT_BUCKETS, Outputs, PromptBuckets  # noqa: E402
 from deepseek_triton.runner.cuda_step import Step  # noqa: E402
 from deepseek_triton.runner.cuda_warm_up import step_sizes, warm_up  # noqa: E402
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner  # noqa: E402
@@ -267,19 +268,30 @@ def test_warm_up_meets_odd_counts_and_multiples_of_16_in_each_size_class(limit: 
             assert any(count % 16 for count in found) and not all(count % 16 for count in found)
 
 
-def test_warm_up_runs_prefill_with_and_without_context(
-    runner: CudaRunner,
+def test_warm_up_runs_prefill_with_and_without_context_and_chooses_in_every_way(
+    runner: CudaRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[Step] = []
+    chosen: list[RowSampling] = []
 
-    def compute(step: Step) -> None:
+    def compute(step: Step) -> Outputs:
         steps.append(step)
-        runner._infer(step)
+        return runner._infer(step)
 
+    def choose(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
+        assert len(logits) == len(rows) == 1
+        chosen.extend(rows)
+        return cuda_sampling.choose(logits, rows)
+
+    monkeypatch.setattr(cuda_warm_up, "choose", choose)
     warm_up(compute, runner._pools, 150, torch.device("cpu"))
     contexts = [step.attention.key_slots is not None for step in steps]
     assert contexts == [False, True] * (len(steps) // 2)
     assert [len(step.input_ids) for step in steps[::2]] == list(step_sizes(150))
+    assert not any(row.plain for row in chosen)
+    # Kernels are compiled for arguments that are there or not: token counts, and banned ids.
+    kinds = {(row.params.penalized, row.banned_id is not None) for row in chosen}
+    assert len(kinds) == len(chosen) == 4
 
 
 @pytest.mark.parametrize("lengths", [(5, 37, 20), (3,) * 20, (50, 2), (700, 700)])
