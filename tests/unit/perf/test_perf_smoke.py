@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,3 +45,28 @@ def test_a_request_without_its_tokens_is_an_error(smoke: ModuleType, last: dict[
 def test_missing_requests_are_an_error(smoke: ModuleType) -> None:
     with pytest.raises(smoke.SmokeError, match="0 requests at concurrency 3"):
         smoke.check(3, [])
+
+
+FAKE = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--input-data") + 1]).parent
+exported = sys.argv[sys.argv.index("--profile-export-file") + 1]
+runs = folder / "runs"
+runs.write_text((runs.read_text() if runs.exists() else "") + ".")
+whole = json.dumps({"experiments": [{"requests": ["a request"]}]})
+pathlib.Path(exported).write_text(whole if len(runs.read_text()) > EMPTY else "")
+"""
+
+
+@pytest.mark.parametrize("empty", [0, 2, 3])
+def test_an_empty_export_is_measured_again_but_not_forever(
+    smoke: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty: int
+) -> None:
+    program = [sys.executable, "-c", FAKE.replace("EMPTY", str(empty))]
+    monkeypatch.setattr(smoke, "perf_analyzer", lambda: program)
+    if empty < smoke.ATTEMPTS:
+        assert smoke.profile("localhost:1", 1, tmp_path) == ["a request"]
+        assert (tmp_path / "runs").read_text() == "." * (empty + 1)
+    else:
+        with pytest.raises(smoke.SmokeError, match="exported nothing, 3 times"):
+            smoke.profile("localhost:1", 1, tmp_path)
