@@ -91,15 +91,13 @@ def _build(model_path: Path, form: Form, int4_accuracy_level: int | None) -> Non
         if not path.is_file():
             continue
         model = onnx.load_model(path, load_external_data=False)
-        quantized = int4.rewrite(model.graph)
+        int4.rewrite(model.graph)
         rewrite(model, form)
         # ONNX Runtime would inline the functions itself, but 1.23, the last for Python 3.10, checks
         # shapes before that and finds none.
         inlined = onnx.inliner.inline_local_functions(model)
         _type_contrib_outputs(inlined.graph)
         simplify(inlined)
-        if quantized:
-            int4.narrow_heads(inlined.graph)
         onnx.save_model(inlined, path)
         finished.append(inlined)
     int4.trim(model.graph for model in finished)
@@ -169,6 +167,12 @@ def _latent_attention_by_head(graph: onnx.GraphProto, node: onnx.NodeProto) -> N
     q, kv_a, kv_norm, w_uk, w_uv, *step = node.input
     by_head = [*_split_by_head(graph, w_uk), *_split_by_head(graph, w_uv)]
     _replace(node.input, [q, kv_a, kv_norm, *by_head, *step])
+
+
+def _latent_attention_int8(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
+    node.op_type = "LatentAttentionInt8InPlace"
+    node.input.append("slot_mapping")
+    _return_pool(graph, node, 1, node.input[10])
 
 
 def _grouped_query_attention(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
@@ -286,11 +290,12 @@ def _give_best(graph: onnx.GraphProto) -> None:
     )
 
 
-_ATTENTION = ("LatentAttention", "GroupedQueryAttention")
+_ATTENTION = ("LatentAttention", "LatentAttentionInt8", "GroupedQueryAttention")
 CPU = Form(
     {
         "AttentionMask": _mask,
         "LatentAttention": _latent_attention_by_head,
+        "LatentAttentionInt8": _latent_attention_int8,
         "GroupedQueryAttention": _grouped_query_attention,
         "Experts": _experts,
     },

@@ -3,7 +3,8 @@
 The CPU's kernels and CUDA's share the bodies but for two steps:
 
     step                        CPU                        CUDA
-    to and from the latent      a product for each head    one batched product
+    to and from the latent      a product for each head,   one batched product
+                                or one of 8-bit integers
     rows for ScatterND          the new ones               blank ones as well, which clear slots
 
 Casts around the softmax are for CUDA: the CPU computes in float32 alone, and drops them.
@@ -45,16 +46,41 @@ ByHead (x, $weights) => (y) {
 }
 """)
 
+# Rows are rounded to 8 bits and integers multiplied: exactly, so a row's company cannot change it.
+# Codes of both sides are unsigned, since processors without VNNI add up signed ones of 8 bits with
+# saturation.
+BY_HEAD_INT8 = """
+# The rows of each head times the head's own weight.
+#   x [H, T, K], codes UINT8 [H, K, N] with zero at 128, scales [H, 1, N] → y [H, T, N]
+ByHeadInt8 (x, codes, scales) => (y) {
+    last = Constant <value_ints = [-1]> ()
+    step = Constant <value_float = 0.007874016> ()
+    least = Constant <value_float = 1e-30> ()
+    one = Constant <value_float = 1.0> ()
+    zero = Constant <value = uint8 {128}> ()
+    magnitudes = Abs (x)
+    largest = ReduceMax <keepdims = 1> (magnitudes, last)
+    steps = Mul (largest, step)
+    x_scales = Max (steps, least)
+    x_steps = Div (x, x_scales)
+    x_codes = QuantizeLinear (x_steps, one, zero)
+    products = MatMulInteger (x_codes, codes, zero, zero)
+    sums = Cast <to = 1> (products)
+    by_column = Mul (sums, scales)
+    y = Mul (by_column, x_scales)
+}
+"""
+
 # pool must come straight from ScatterND: anything between them, a Reshape too, makes the runtime
 # copy the whole pool. It is read through the output only, since reads of the input are not ordered
 # after the write.
 LATENT_IN_PLACE = Template("""
-# LatentAttention that writes its new rows into the pool and then attends to cached rows alone.
+# $portable that writes its new rows into the pool and then attends to cached rows alone.
 # kv_pool and pool are bound to one buffer.
 #   slot_mapping [T, 2] int64 (block, offset) of each new row, mask [B, S, 1, M·block_size] float32;
 #   $differences
 #   the rest as LatentAttention → o [T, H·v], pool [N, block_size, W]
-LatentAttentionInPlace
+${portable}InPlace
     <num_heads, qk_head_dims, latent_dims, v_head_dim, scale, epsilon, rotary_interleaved>
     (q, kv_a, kv_norm, $w_uk, $w_uv, cos, sin, turn, kv_pool, block_tables, mask,
      slot_mapping$blank) => (o, pool)
@@ -194,19 +220,19 @@ _FROM_LATENT_BY_HEAD = Template("""
     latent_flat = Reshape (latent_sum, by_token)
     o = deepseek.ByHead (latent_flat, $w_uv)
 """)
-_TO_LATENT = """
+_TO_LATENT = Template("""
     q_nope_by_head = Transpose <perm = [1, 0, 2]> (q_nope)
-    q_latent_by_head = MatMul (q_nope_by_head, w_uk)
+    q_latent_by_head = $product (q_nope_by_head, $w_uk)
     q_latent = Transpose <perm = [1, 0, 2]> (q_latent_by_head)
-"""
-_FROM_LATENT = """
+""")
+_FROM_LATENT = Template("""
     latent_shape = Concat <axis = 0> (rest, heads, copy)
     latent_heads = Reshape (latent_sum, latent_shape)
     latent_by_head = Transpose <perm = [1, 0, 2]> (latent_heads)
-    o_by_head = MatMul (latent_by_head, w_uv)
+    o_by_head = $product (latent_by_head, $w_uv)
     o_heads = Transpose <perm = [1, 0, 2]> (o_by_head)
     o = Reshape (o_heads, flat)
-"""
+""")
 # The products have a factor other than 1, and the values' is taken back by the sum: with a factor
 # of 1, MLAS sums a single row in another order than the same row among others, and with one head a
 # group and one token a row there is a single one.
@@ -219,14 +245,27 @@ _VALUES_BY_HALVES = """
 def cpu_attention(num_heads: int) -> tuple[str, ...]:
     """Return the functions of attention on the CPU for a model with `num_heads` heads."""
     w_uk, w_uv = _names("w_uk", num_heads), _names("w_uv", num_heads)
+    in_place = "pool = ScatterND (kv_pool, slot_mapping, kv_rows)"
     latent = LATENT_IN_PLACE.substitute(
+        portable="LatentAttention",
         differences="H weights w_uk [nope, rank], H weights w_uv [rank, v];",
         w_uk=w_uk,
         w_uv=w_uv,
         blank="",
-        write="pool = ScatterND (kv_pool, slot_mapping, kv_rows)",
+        write=in_place,
         to_latent=_TO_LATENT_BY_HEAD.substitute(w_uk=w_uk),
         from_latent=_FROM_LATENT_BY_HEAD.substitute(w_uv=w_uv),
+    )
+    w_uk, w_uv = "w_uk, w_uk_scales", "w_uv, w_uv_scales"
+    latent_int8 = LATENT_IN_PLACE.substitute(
+        portable="LatentAttentionInt8",
+        differences="w_uk [H, nope, rank] and w_uv [H, rank, v] UINT8, their scales [H, 1, …];",
+        w_uk=w_uk,
+        w_uv=w_uv,
+        blank="",
+        write=in_place,
+        to_latent=_TO_LATENT.substitute(product="deepseek.ByHeadInt8", w_uk=w_uk),
+        from_latent=_FROM_LATENT.substitute(product="deepseek.ByHeadInt8", w_uv=w_uv),
     )
     grouped = GROUPED_QUERY_IN_PLACE.substitute(
         differences="all else float32;",
@@ -237,13 +276,14 @@ def cpu_attention(num_heads: int) -> tuple[str, ...]:
 """,
         values=_VALUES_BY_HALVES,
     )
-    return (MASK_IN_PLACE, _by_head(num_heads), latent, grouped)
+    return (MASK_IN_PLACE, _by_head(num_heads), BY_HEAD_INT8, latent, latent_int8, grouped)
 
 
 def cuda_attention() -> tuple[str, ...]:
     """Return the functions of attention on CUDA, for any number of heads and any precision."""
     blank = "on CUDA [T + Z, W, 3], of each number; blank [Z, W] zeros for the last Z slots;"
     latent = LATENT_IN_PLACE.substitute(
+        portable="LatentAttention",
         differences=blank,
         w_uk="w_uk",
         w_uv="w_uv",
@@ -252,8 +292,8 @@ def cuda_attention() -> tuple[str, ...]:
     all_rows = Concat <axis = 0> (kv_rows, blank)
     pool = ScatterND (kv_pool, slot_mapping, all_rows)
 """,
-        to_latent=_TO_LATENT,
-        from_latent=_FROM_LATENT,
+        to_latent=_TO_LATENT.substitute(product="MatMul", w_uk="w_uk"),
+        from_latent=_FROM_LATENT.substitute(product="MatMul", w_uv="w_uv"),
     )
     grouped = GROUPED_QUERY_IN_PLACE.substitute(
         differences=blank,

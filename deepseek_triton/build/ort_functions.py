@@ -7,6 +7,7 @@ gives the same text alone and under load. ONNX Runtime's products sum in another
 have a single row and an unpacked right side, or at most 64 columns a thread. So
 - the weights of each latent head are a constant of their own, which is packed (ByHead);
 - no expert computes a single token (ExtraRows);
+- no INT4 product of large groups has an odd number of rows (EvenRows);
 - no product of grouped-query attention takes the path for a single row (ort_attention.py);
 - the runner keeps attention's columns above 64 (runner/ort_shapes.py).
 This costs about 10% of a decode step.
@@ -45,6 +46,21 @@ ExtraRows <few> (input_ids, cover) => (tokens, count, repeat, covering) {
     covering = Gather <axis = 0> (cover, cover_row)
     tokens = Reshape (total, vector)
     count = Reshape (extra, vector)
+}
+"""
+
+EVEN_ROWS = """
+# What ort_even_rows.py pads an odd number of rows with.
+#   input_ids [B, S] → padding [4] of [T, K] to an even T, begin [1] = 0, tokens [1] = T
+EvenRows (input_ids) => (padding, begin, tokens) {
+    vector = Constant <value_ints = [1]> ()
+    two = Constant <value_ints = [2]> ()
+    before = Constant <value_ints = [0, 0]> ()
+    total = Size (input_ids)
+    tokens = Reshape (total, vector)
+    odd = Mod (tokens, two)
+    begin = Constant <value_ints = [0]> ()
+    padding = Concat <axis = 0> (before, odd, begin)
 }
 """
 
@@ -106,10 +122,12 @@ ${portable}Sparse <$attributes>
     off_on = Constant <value_floats = [0.0, 1.0]> ()
     one_hot = OneHot <axis = -1> (ids, experts, off_on)
     chosen = CastLike (one_hot, x)
-    outputs = com.microsoft.$kernel <
+    $join
+    ${all}outputs = com.microsoft.$kernel <
         k = 1, activation_type = "swiglu", swiglu_fusion = 1, activation_alpha = 1.0,
         activation_beta = 0.0, $settings
-    > (rows, chosen, $inputs)
+    > (${all}rows, ${all}chosen, $inputs)
+    $part
     outputs_float = Cast <to = 1> (outputs)
     by_token = Concat <axis = 0> (last, k, width)
     outputs_3d = Reshape (outputs_float, by_token)
@@ -117,6 +135,30 @@ ${portable}Sparse <$attributes>
     y = CastLike (sum, x)
 }
 """)
+# For the same reason as EvenRows.
+_EVEN_ROWS = {
+    "all": "all_",
+    "join": """
+    # An expert with an odd number of rows gets a further one, of zeros.
+    first = Constant <value_ints = [0]> ()
+    two = Constant <value_float = 2.0> ()
+    counts = ReduceSum <keepdims = 0> (chosen, first)
+    remainders = Mod <fmod = 1> (counts, two)
+    odd = Cast <to = 9> (remainders)
+    square = Concat <axis = 0> (experts, experts)
+    blank = ConstantOfShape <value = float[1] {0.0}> (square)
+    identity = EyeLike (blank)
+    more_chosen = Compress <axis = 0> (identity, odd)
+    all_chosen = Concat <axis = 0> (chosen, more_chosen)
+    more = Shape <start = 0, end = 1> (more_chosen)
+    before = Constant <value_ints = [0, 0]> ()
+    padding = Concat <axis = 0> (before, more, first)
+    all_rows = Pad (rows, padding)""",
+    "part": """
+    own = Shape <start = 0, end = 1> (rows)
+    outputs = Slice (all_outputs, first, own)""",
+}
+_ROWS_AS_THEY_ARE = {"all": "", "join": "", "part": ""}
 _SUM_CPU = """
     weights = Unsqueeze (expert_weights, last)
     weighted = Mul (outputs_3d, weights)
@@ -138,15 +180,15 @@ _INT4_INPUTS = "gate_up, gate_up_scales, , down, down_scales, , , , , gate_up_ze
 _INT4_SETTINGS = "expert_weight_bits = 4, block_size: int = @block_size"
 
 EXPERTS_INT4_CPU = EXPERTS_BY_ROW.substitute(
-    _INT4,
+    _INT4 | _EVEN_ROWS,
     attributes="num_experts, top_k, block_size, accuracy_level",
     settings=f"normalize_routing_weights = 0, {_INT4_SETTINGS}, "
     "accuracy_level: int = @accuracy_level",
-    inputs=f"{_INT4_INPUTS}, , chosen",
+    inputs=f"{_INT4_INPUTS}, , all_chosen",
     sum=_SUM_CPU,
 )
 EXPERTS_INT4_CUDA = EXPERTS_BY_ROW.substitute(
-    _INT4,
+    _INT4 | _ROWS_AS_THEY_ARE,
     attributes="num_experts, top_k, block_size",
     settings=f'normalize_routing_weights = 1, {_INT4_SETTINGS}, quant_type = "int", '
     "weights_prepacked = 0",
@@ -154,6 +196,7 @@ EXPERTS_INT4_CUDA = EXPERTS_BY_ROW.substitute(
     sum=_SUM_CUDA,
 )
 EXPERTS_CUDA = EXPERTS_BY_ROW.substitute(
+    _ROWS_AS_THEY_ARE,
     portable="Experts",
     shapes="gate_up [E, 2·F, D], down [E, D, F]",
     attributes="num_experts, top_k",
@@ -221,7 +264,9 @@ BestTokens <count> (logits) => (values, ids, total) {
 
 def cpu_functions(num_heads: int) -> Mapping[str, onnx.FunctionProto]:
     """Return the functions for the CPU by name, for a model with `num_heads` attention heads."""
-    return _library((*cpu_attention(num_heads), EXTRA_ROWS, EXPERTS_SPARSE, EXPERTS_INT4_CPU))
+    return _library(
+        (*cpu_attention(num_heads), EXTRA_ROWS, EVEN_ROWS, EXPERTS_SPARSE, EXPERTS_INT4_CPU)
+    )
 
 
 def cuda_functions() -> Mapping[str, onnx.FunctionProto]:

@@ -4,19 +4,17 @@
     LinearInt4                        com.microsoft::MatMulNBits
     ExpertsInt4                       ExpertsInt4Sparse: com.microsoft::QMoE
     codes, zero points UINT4          UINT8, two codes a byte, each row beginning with a byte
-    groups of 64, 128                 groups of 32 with equal scales (level 4)
+    larger groups                     groups of 128 with equal scales (level 4)
     logits: Linear                    MatMulNBits with 8 bits (level 4)
-    w_uk, w_uv of a head: MatMul      MatMulNBits with 8 bits (level 4)
+    LatentAttention                   LatentAttentionInt8: w_uk and w_uv in 8 bits (level 4)
 
 On CUDA groups, scales and the output layer stay as they are: there is no accuracy level, and
 activations keep the model's half precision.
 
-The accuracy level is the CPU kernels' own: 0 multiplies in float32; 4 rounds each 32 inputs of a
-row to 8 bits first, which is several times faster. At level 4 a token's numbers do not depend on
-its company, to the last bit, with groups of 32 alone: the kernels for larger ones compute an odd
-row in another way. Smaller groups of activations are also the more accurate. The output layer and
-the projections of latent attention, which no checkpoint has in INT4, are then the largest weights
-of a step, and 8 bits a group of 32 change them less than rounding their inputs does.
+The accuracy level is the CPU kernels' own: 0 multiplies in float32; 4 rounds each group of a row's
+inputs to 8 bits first, which is several times faster. The output layer and the projections of
+latent attention, which no checkpoint has in INT4, are then the largest weights of a step, and 8
+bits change them less than rounding their inputs does.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from deepseek_triton.build.graph_passes import drop_unused, replace
+from deepseek_triton.build.graph_passes import replace
+from deepseek_triton.build.ort_even_rows import pad_odd_rows
 from deepseek_triton.build.stored_weights import CHUNK_BYTES, StoredWeights
 from deepseek_triton.errors import BuildError
 from deepseek_triton.export.functions import DOMAIN
@@ -46,9 +44,9 @@ ACCURACY_LEVELS = (4, 0)
 """What can be chosen, the default first."""
 
 _FAST = 4
-_FAST_GROUP = 32
+_LARGEST_GROUP = 128
+_EIGHT_BIT_GROUPS = (64, 32)  # from 128 on a row's bits depend on its company, as in ort_even_rows
 _EIGHT_BIT_LEVELS = 127  # on either side of 0
-_BY_HEAD = re.compile(r"\.w_u[kv]\.\d+$")  # weights of one attention head, [K, N]
 _CONTRIB = "com.microsoft"
 _UINT8, _FLOAT = onnx.TensorProto.UINT8, onnx.TensorProto.FLOAT
 
@@ -73,7 +71,7 @@ class Int4Rewriter:
             return False
         self._rewritten = True
         if self._level == _FAST:
-            calls += [node for node in graph.node if _is_head(node)]
+            calls += [n for n in graph.node if _is_head(n) or n.op_type == "LatentAttention"]
         if self._level is None:
             _check_cuda(graph, calls)
         weights = _Weights(graph, self._folder, self._done)
@@ -82,23 +80,9 @@ class Int4Rewriter:
                 self._replace(node, weights)
         finally:
             weights.close()
+        if self._level == _FAST:
+            pad_odd_rows(graph)
         return True
-
-    def narrow_heads(self, graph: onnx.GraphProto) -> None:
-        """Give the products by head of latent attention 8-bit weights, at the level for them.
-
-        `graph` is one that `rewrite` changed and whose calls are inlined since; mutates it.
-        """
-        if self._level != _FAST:
-            return
-        weights = _Weights(graph, self._folder, self._done)
-        try:
-            for node in graph.node:
-                if node.op_type == "MatMul" and _BY_HEAD.search(node.input[1]):
-                    _narrow_by_head(node, weights)
-        finally:
-            weights.close()
-        drop_unused(graph)
 
     def trim(self, graphs: Iterable[onnx.GraphProto]) -> None:
         """Cut off the end of the weights file that none of the finished `graphs` reads any more."""
@@ -117,6 +101,9 @@ class Int4Rewriter:
         if node.op_type == "Linear":
             _head(node, weights)
             return
+        if node.op_type == "LatentAttention":
+            _attention(node, weights)
+            return
         group_size = helper.get_node_attr_value(node, "group_size")
         if group_size < 16 or group_size & (group_size - 1):
             logger.warning(
@@ -126,7 +113,7 @@ class Int4Rewriter:
                 group_size,
             )
             return
-        block_size = min(group_size, _FAST_GROUP) if self._level == _FAST else group_size
+        block_size = min(group_size, _LARGEST_GROUP) if self._level == _FAST else group_size
         inputs = list(node.input)
         attributes: dict[str, Any]
         if node.op_type == "LinearInt4":
@@ -187,26 +174,29 @@ def _is_head(node: onnx.NodeProto) -> bool:
 
 
 def _head(node: onnx.NodeProto, weights: _Weights) -> None:
-    rows, columns = weights.shape(node.input[1])
-    if columns % _FAST_GROUP:
-        return
     x, weight = node.input
-    _multiply_by_eight_bits(node, [x, *weights.in_eight_bits(weight)], rows, columns)
+    rows, columns = weights.shape(weight)
+    if group := _eight_bit_group(columns):
+        names = weights.in_eight_bits(weight, group)
+        _multiply_by_eight_bits(node, [x, *names], rows, columns, group)
 
 
-def _narrow_by_head(node: onnx.NodeProto, weights: _Weights) -> None:
-    x, weight = node.input
-    stored = weight if weight in weights else f"{weight}.stored"  # as ort_precision.widen names it
-    columns, rows = weights.shape(stored)
-    if columns % _FAST_GROUP == 0:
-        names = weights.in_eight_bits(stored, by_column=True)
-        _multiply_by_eight_bits(node, [x, *names], rows, columns)
+def _attention(node: onnx.NodeProto, weights: _Weights) -> None:
+    q, kv_a, kv_norm, w_uk, w_uv, *rest = node.input
+    names = [*weights.by_column(w_uk), *weights.by_column(w_uv)]
+    node.op_type = "LatentAttentionInt8"
+    replace(node.input, [q, kv_a, kv_norm, *names, *rest])
+
+
+def _eight_bit_group(columns: int) -> int:
+    """Return how many inputs share a scale; 0: rows do not divide into groups."""
+    return next((group for group in _EIGHT_BIT_GROUPS if columns % group == 0), 0)
 
 
 def _multiply_by_eight_bits(
-    node: onnx.NodeProto, inputs: list[str], rows: int, columns: int
+    node: onnx.NodeProto, inputs: list[str], rows: int, columns: int, group: int
 ) -> None:
-    """Make `node` the product of x with codes [rows, G, 32] and scales [rows, G]."""
+    """Make `node` the product of x with codes [rows, G, group] and scales [rows, G]."""
     node.CopyFrom(
         helper.make_node(
             "MatMulNBits",
@@ -217,7 +207,7 @@ def _multiply_by_eight_bits(
             K=columns,
             N=rows,
             bits=8,
-            block_size=_FAST_GROUP,
+            block_size=group,
             accuracy_level=_FAST,
         )
     )
@@ -256,14 +246,24 @@ class _Weights(StoredWeights):
         self._as_bytes(zeros, (*rows, -(-blocks // 2)))
         return [codes, scales, zeros]
 
-    def in_eight_bits(self, name: str, *, by_column: bool = False) -> list[str]:
-        """Add codes UINT8 [N, G, 32] and scales [N, G] of the float weight `name`; zero is 128.
+    def in_eight_bits(self, name: str, group: int) -> list[str]:
+        """Add codes UINT8 [N, G, group] and scales [N, G] of the float weight `name` [N, K].
 
-        The weight is [N, K], or [K, N] with `by_column`.
+        Zero is 128. Returns their names.
         """
-        shape = self.shape(name)
-        rows, columns = reversed(shape) if by_column else shape
-        groups = columns // _FAST_GROUP
+        rows, columns = self.shape(name)
+        shape = (rows, columns // group, group)
+        return self._rounded(name, shape, axis=-1, scales_shape=shape[:-1])
+
+    def by_column(self, name: str) -> list[str]:
+        """Add codes UINT8 [H, K, N] and scales [H, 1, N] of the float weight `name` [H, K, N]."""
+        heads, rows, columns = shape = self.shape(name)
+        return self._rounded(name, shape, axis=1, scales_shape=(heads, 1, columns))
+
+    def _rounded(
+        self, name: str, shape: tuple[int, ...], *, axis: int, scales_shape: tuple[int, ...]
+    ) -> list[str]:
+        """Add codes [*shape] with a scale for all values along `axis`."""
         names = [f"{name}.codes", f"{name}.scales"]
         if names[0] in self._done:
             for added in names:
@@ -272,19 +272,17 @@ class _Weights(StoredWeights):
         stored = self.tensor(name)
         dtype = helper.tensor_dtype_to_np_dtype(stored.data_type)
         values = self.data(stored).view(dtype).reshape(shape)
-        values = (values.T if by_column else values).reshape(rows, groups, _FAST_GROUP)
 
         def chunks() -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
             for chunk in _row_chunks(values):
-                group = chunk.astype(np.float32)
-                scales = np.abs(group).max(axis=-1, keepdims=True) / np.float32(_EIGHT_BIT_LEVELS)
-                yield group, np.maximum(scales, np.finfo(np.float32).tiny)
+                wide = chunk.astype(np.float32)
+                scales = np.abs(wide).max(axis=axis, keepdims=True) / np.float32(_EIGHT_BIT_LEVELS)
+                yield wide, np.maximum(scales, np.finfo(np.float32).tiny)
 
-        codes = (np.rint(group / scale + 128).astype(np.uint8) for group, scale in chunks())
-        scales = (scale[..., 0] for _, scale in chunks())
-        shapes = [(rows, groups, _FAST_GROUP), (rows, groups)]
+        codes = (np.rint(wide / scale + 128).astype(np.uint8) for wide, scale in chunks())
+        scales = (scale for _, scale in chunks())
         for added, new_shape, kind, blocks in zip(
-            names, shapes, (_UINT8, _FLOAT), (codes, scales), strict=True
+            names, (shape, scales_shape), (_UINT8, _FLOAT), (codes, scales), strict=True
         ):
             tensor = onnx.TensorProto()
             tensor.CopyFrom(stored)
