@@ -153,7 +153,7 @@ def test_with_an_interval_outputs_are_collected_but_the_end_comes_at_once(box: O
 
 
 def test_an_interval_that_has_passed_sends_what_there_is(box: Outbox) -> None:
-    reply = FakeReply(interval_s=0.02)
+    reply = FakeReply(interval_s=0.2)
     emit = box.open("k", reply)
     for item in outputs(4)[:-1]:
         emit(item)
