@@ -29,8 +29,8 @@ def converted(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
     What `dtype` cannot hold becomes infinite, without a warning.
     """
-    if values.dtype == _BFLOAT16 and dtype in (np.float16, np.float32):
-        values = widened(values)
+    if dtype == np.float16 and values.dtype == _BFLOAT16:
+        values = values.astype(np.float32)  # exact
     if dtype == np.float16 and values.dtype == np.float32:
         aligned = np.require(values, requirements=("C", "A"))  # views on a mapped file may not be
         result: NDArray[Any] = _half_cast().run(None, {"x": aligned})[0]
@@ -51,13 +51,6 @@ def narrowed(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[A
             "build with PRECISION=bf16 or fp32"
         )
     return array
-
-
-def widened(values: NDArray[Any]) -> NDArray[np.float32]:
-    """Return bfloat16 `values` as a new array of float32, whose upper half they are."""
-    bits = values.view(np.uint16).astype(np.uint32)
-    bits <<= np.uint32(16)
-    return bits.view(np.float32)
 
 
 @cache

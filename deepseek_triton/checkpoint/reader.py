@@ -51,7 +51,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 Block = Callable[[], NDArray[Any]]
 """Some rows of a tensor, to be read or computed by whichever thread calls it."""
 
-_BLOCK_VALUES = 1 << 18  # 1 MB as float32: what is made of them stays in a core's cache
+_BLOCK_VALUES = 1 << 19  # 2 MB as float32: what is made of them stays in a core's cache
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from deepseek_triton.checkpoint.convert import widened
 from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor, check_scales
 from deepseek_triton.errors import CheckpointError
 
@@ -68,6 +67,7 @@ def _read_scales(name: str, tensor: CheckpointTensor, transposed: bool) -> NDArr
 
 def _as_float32(values: NDArray[Any]) -> NDArray[np.float32]:
     """Return `values` as a contiguous array of float32, in which all of FLOATS are exact."""
-    if values.dtype == ml_dtypes.bfloat16:
-        return widened(np.ascontiguousarray(values))
+    if values.dtype == ml_dtypes.bfloat16:  # a shift, which is much faster than the conversion
+        bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32)
     return np.ascontiguousarray(values, np.float32)
