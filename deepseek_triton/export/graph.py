@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -84,7 +84,7 @@ class GraphBuilder:
         dtype = np.dtype(np.float32 if float32 else self.precision.dtype)
         return self._add(name, shape, dtype, blocks)
 
-    def codes(self, name: str, shape: Sequence[int], blocks: Iterable[NDArray[np.uint8]]) -> str:
+    def codes(self, name: str, shape: Sequence[int], blocks: Blocks) -> str:
         """Add an initializer of 4-bit codes; `blocks` hold them one a byte, in C order."""
         return self._add(name, shape, UINT4, blocks)
 

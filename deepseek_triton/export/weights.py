@@ -33,9 +33,10 @@ ALIGNMENT = 4096  # a page, so that any runtime can map each weight by itself
 _RELEASE_BYTES = 64 << 20  # written between two releases of mapped input pages
 _WORKERS = min(8, os.cpu_count() or 1)  # one thread writes no faster than these convert
 _AHEAD = 2 * _WORKERS  # pieces that are converted before they are written
+_AHEAD_LAYERS = 1  # of INT4 codes, which are not read in pieces: few, for the memory they take
 
 Blocks = Iterable[NDArray[Any] | Block]
-"""A weight's elements in C order, as arrays or as functions that return them."""
+"""A weight's elements in C order, as arrays or as functions that return a few MB of them each."""
 
 
 class TensorReader(Protocol):
@@ -162,10 +163,11 @@ def _chunks(weight: _Weight, workers: Executor) -> Iterator[memoryview]:
     """Yield a weight's bytes; raises ValueError if its blocks do not fill its shape exactly."""
     written = 0
     if weight.dtype == UINT4:
-        chunks = packed(array_of(piece).reshape(-1) for piece in _pieces(weight))
+        codes = _in_turn(workers, (partial(array_of, b) for b in weight.blocks), _AHEAD_LAYERS)
+        chunks = packed(array_of(piece) for piece in _pieces(codes, PIECE_BYTES))
     else:
-        calls = (partial(_converted, weight, piece) for piece in _pieces(weight))
-        chunks = _in_turn(workers, calls)
+        pieces = _pieces(weight.blocks, PIECE_BYTES // weight.dtype.itemsize)
+        chunks = _in_turn(workers, (partial(_converted, weight, p) for p in pieces), _AHEAD)
     for chunk in chunks:
         written += chunk.nbytes
         yield chunk.view(np.uint8).data
@@ -173,10 +175,9 @@ def _chunks(weight: _Weight, workers: Executor) -> Iterator[memoryview]:
         raise ValueError(f"{weight.name}: blocks hold {written} bytes of {weight.nbytes}")
 
 
-def _pieces(weight: _Weight) -> Blocks:
-    """Yield the elements of a weight's blocks in pieces of bounded size; functions are that."""
-    limit = PIECE_BYTES // weight.dtype.itemsize
-    for block in weight.blocks:
+def _pieces(blocks: Blocks, limit: int) -> Blocks:
+    """Yield arrays in flat pieces of at most `limit` elements, and functions as they are."""
+    for block in blocks:
         if callable(block):
             yield block
             continue
@@ -189,12 +190,12 @@ def _converted(weight: _Weight, piece: NDArray[Any] | Block) -> NDArray[Any]:
     return narrowed(weight.name, array_of(piece).reshape(-1), weight.dtype)
 
 
-def _in_turn(workers: Executor, calls: Iterable[Block]) -> Iterator[NDArray[Any]]:
-    """Yield the results of `calls` in their order, computed by `workers` a few ahead."""
+def _in_turn(workers: Executor, calls: Iterable[Block], ahead: int) -> Iterator[NDArray[Any]]:
+    """Yield the results of `calls` in order; at most `ahead` + 1 are under way or waiting."""
     pending: deque[Future[NDArray[Any]]] = deque()
     for call in calls:
         pending.append(workers.submit(call))
-        if len(pending) > _AHEAD:
+        if len(pending) > ahead:
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
