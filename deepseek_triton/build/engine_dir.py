@@ -72,9 +72,15 @@ def create_engine_dir(path: Path) -> Iterator[Path]:
 
 
 def describe_files(folder: Path) -> tuple[FileEntry, ...]:
-    """Return size and SHA-256 of each file in `folder`, ascending by name."""
+    """Return size and SHA-256 of each file in `folder`, ascending by name.
+
+    The files are flushed to the disk meanwhile, which needs no core. Raises OSError.
+    """
     paths = sorted(p for p in folder.iterdir() if p.name != MANIFEST_NAME)
-    digests = _sha256_of(paths)
+    with ThreadPoolExecutor(1) as flusher:
+        flushed = flusher.map(_sync, paths)
+        digests = _sha256_of(paths)
+        list(flushed)  # raises what went wrong
     return tuple(FileEntry(p.name, p.stat().st_size, digests[p.name]) for p in paths)
 
 

@@ -6,6 +6,8 @@ the last blocks of rows and columns may be partial. Tensors without the suffix a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.checkpoint.fields import Fields, describe
-from deepseek_triton.checkpoint.reader import CheckpointReader, CheckpointTensor, check_scales
+from deepseek_triton.checkpoint.reader import (
+    Block,
+    CheckpointReader,
+    CheckpointTensor,
+    check_scales,
+)
 from deepseek_triton.errors import CheckpointError, UnsupportedModelError
 
 _SCALE_SUFFIX = "_scale_inv"
@@ -32,19 +39,24 @@ def present_fp8(reader: CheckpointReader, config: Fields) -> None:
     """
     block = _block_size(config)
     for name in reader.names():
-        if reader.dtype(name) == _FP8:
+        if name in reader and reader.dtype(name) == _FP8:
             _present(reader, name, block)
 
 
 def dequantize_fp8(
-    weight: NDArray[Any], scales: NDArray[Any], block: tuple[int, int]
+    weight: NDArray[Any], scales: NDArray[Any], block: tuple[int, int], place: slice = slice(None)
 ) -> NDArray[np.float32]:
-    """Return weight [N, K] float8 · scales [⌈N/rows⌉, ⌈K/columns⌉], `block` = (rows, columns)."""
+    """Return weight [N, K] float8 · scales [⌈N/rows⌉, ⌈K/columns⌉], `block` = (rows, columns).
+
+    Of all rows or of those in `place`, a slice without a step.
+    """
     rows, columns = block
-    values = np.empty(weight.shape, np.float32)
-    codes = weight.view(np.int8)
-    for index, scale in enumerate(np.asarray(scales, np.float32)):
-        part = slice(index * rows, (index + 1) * rows)
+    start, stop, _ = place.indices(len(weight))
+    values = np.empty((stop - start, weight.shape[1]), np.float32)
+    codes = weight[place].view(np.int8)
+    for index in range(start // rows, -(-stop // rows)):
+        scale = np.asarray(scales[index], np.float32)
+        part = slice(max(0, index * rows - start), (index + 1) * rows - start)
         # The fields of the code, moved to where float32 has them: twice as fast as a conversion.
         bits = values[part].view(np.uint32)
         bits[...] = codes[part]
@@ -89,13 +101,28 @@ def _present(reader: CheckpointReader, name: str, block: tuple[int, int]) -> Non
             f"{list(found)}, {list(expected)} belongs to {name} {list(shape)}"
         )
     weight, scales = reader.take(name), reader.take(name + _SCALE_SUFFIX)
-    read = partial(_read, name, weight, scales, block)
-    reader.put(name, CheckpointTensor(weight.file, _FLOAT32, weight.shape, read))
+    stored = _Stored(name, weight, scales, block)
+    tensor = CheckpointTensor(weight.file, _FLOAT32, weight.shape, stored.read, stored.blocks)
+    reader.put(name, tensor)
 
 
-def _read(
-    name: str, weight: CheckpointTensor, scales: CheckpointTensor, block: tuple[int, int]
-) -> NDArray[np.float32]:
-    factors = scales.read()
-    check_scales(name + _SCALE_SUFFIX, scales.file, factors)
-    return dequantize_fp8(weight.read(), factors, block)
+@dataclass(frozen=True)
+class _Stored:
+    name: str
+    weight: CheckpointTensor
+    scales: CheckpointTensor
+    block: tuple[int, int]
+
+    def read(self) -> NDArray[np.float32]:
+        return dequantize_fp8(self.weight.read(), self._factors(), self.block)
+
+    def blocks(self, rows: int) -> Iterator[Block]:
+        codes, factors = self.weight.read(), self._factors()
+        for start in range(0, len(codes), rows):
+            place = slice(start, start + rows)
+            yield partial(dequantize_fp8, codes, factors, self.block, place)
+
+    def _factors(self) -> NDArray[Any]:
+        factors = self.scales.read()
+        check_scales(self.name + _SCALE_SUFFIX, self.scales.file, factors)
+        return factors

@@ -48,6 +48,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
+Block = Callable[[], NDArray[Any]]
+"""Some rows of a tensor, to be read or computed by whichever thread calls it."""
+
+_BLOCK_VALUES = 1 << 19  # 2 MB as float32: what is made of them stays in a core's cache
+
+
 @dataclass(frozen=True)
 class CheckpointTensor:
     """One tensor, stored or made of stored ones."""
@@ -56,6 +62,7 @@ class CheckpointTensor:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     read: Callable[[], NDArray[Any]]
+    blocks: Callable[[int], Iterator[Block]] | None = None  # that many rows each; None: views
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,15 @@ class CheckpointReader:
         """Return `read(name)` after checking its shape."""
         self._check_shape(name, shape)
         return self.read(name)
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
+        """Yield the rows of `require(name, shape)` in blocks, whose sizes follow from `shape`."""
+        self._check_shape(name, shape)
+        tensor = self._find(name)
+        if tensor.blocks is None:
+            yield from row_blocks(tensor.read())
+        else:
+            yield from tensor.blocks(_rows_of_a_block(shape))
 
     def linear(self, source: str, shape: tuple[int, int]) -> NDArray[Any] | Int4Weight:
         """Return the weight [N, K] of the linear layer `source`, as the checkpoint holds it."""
@@ -235,6 +251,21 @@ class CheckpointReader:
                 raise CheckpointError(
                     f"{self._dir / shard}: tensor {name} is missing; {INDEX_FILE} places it there"
                 )
+
+
+def row_blocks(values: NDArray[Any]) -> Iterator[Block]:
+    """Yield the rows of `values` in blocks of the sizes that CheckpointReader gives them."""
+    rows = _rows_of_a_block(values.shape)
+    for start in range(0, len(values), rows):
+        yield partial(_rows, values, slice(start, start + rows))
+
+
+def _rows_of_a_block(shape: tuple[int, ...]) -> int:
+    return max(1, _BLOCK_VALUES // max(1, math.prod(shape[1:])))
+
+
+def _rows(values: NDArray[Any], place: slice) -> NDArray[Any]:
+    return values[place]
 
 
 def _nothing_to_read(folder: Path) -> str:

@@ -15,16 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from deepseek_triton.checkpoint.convert import PIECE_BYTES, narrowed
+
 _DTYPE_NAMES = {
     np.dtype(np.float32): "F32",
     np.dtype(np.float16): "F16",
     np.dtype(ml_dtypes.bfloat16): "BF16",
+    np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
     np.dtype(np.int8): "I8",
     np.dtype(np.uint8): "U8",
     np.dtype(np.int32): "I32",
     np.dtype(np.int64): "I64",
 }
-_CHUNK_BYTES = 8 << 20  # of converted output; bounds the memory of a conversion
 _RELEASE_BYTES = 64 << 20  # written between two releases of mapped input pages
 
 
@@ -46,12 +48,16 @@ class LazyTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def chunks(self) -> Iterator[memoryview]:
-        """Yield its bytes; raises ValueError if the blocks do not fill the shape exactly."""
-        limit, written = _CHUNK_BYTES // self.dtype.itemsize, 0
+        """Yield its bytes.
+
+        Raises ValueError if the blocks do not fill the shape exactly, and BuildError for a value
+        that float16 cannot hold.
+        """
+        limit, written = PIECE_BYTES // self.dtype.itemsize, 0
         for block in self.blocks:
             flat = block.reshape(-1)
             for start in range(0, flat.size, limit):
-                chunk = np.ascontiguousarray(flat[start : start + limit], dtype=self.dtype)
+                chunk = narrowed(self.name, flat[start : start + limit], self.dtype)
                 written += chunk.nbytes
                 yield chunk.view(np.uint8).data
         if written != self.nbytes:

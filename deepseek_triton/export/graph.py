@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -10,9 +10,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+from deepseek_triton.checkpoint.convert import narrowed
 from deepseek_triton.export.functions import DOMAIN, DOMAIN_VERSION, OPSET, functions_used
 from deepseek_triton.export.precision import Precision
-from deepseek_triton.export.weights import UINT4, WeightFile, narrowed, nbytes
+from deepseek_triton.export.weights import UINT4, Blocks, WeightFile, array_of, nbytes
 
 IR_VERSION = 10
 _INLINE_BYTES = 1024  # smaller constants stay in the model file
@@ -72,7 +73,7 @@ class GraphBuilder:
         self,
         name: str,
         shape: Sequence[int],
-        blocks: Iterable[NDArray[Any]],
+        blocks: Blocks,
         *,
         float32: bool = False,
     ) -> str:
@@ -83,7 +84,7 @@ class GraphBuilder:
         dtype = np.dtype(np.float32 if float32 else self.precision.dtype)
         return self._add(name, shape, dtype, blocks)
 
-    def codes(self, name: str, shape: Sequence[int], blocks: Iterable[NDArray[np.uint8]]) -> str:
+    def codes(self, name: str, shape: Sequence[int], blocks: Blocks) -> str:
         """Add an initializer of 4-bit codes; `blocks` hold them one a byte, in C order."""
         return self._add(name, shape, UINT4, blocks)
 
@@ -125,10 +126,10 @@ class GraphBuilder:
         name: str,
         shape: Sequence[int],
         dtype: np.dtype[Any],
-        blocks: Iterable[NDArray[Any]],
+        blocks: Blocks,
     ) -> str:
         if nbytes(shape, dtype) < _INLINE_BYTES:
-            flat = narrowed(name, np.concatenate([b.reshape(-1) for b in blocks]), dtype)
+            flat = narrowed(name, np.concatenate([array_of(b).reshape(-1) for b in blocks]), dtype)
             self._inline.append(onnx.numpy_helper.from_array(flat.reshape(shape), name))
         else:
             self._used.add(name)

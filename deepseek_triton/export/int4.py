@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepseek_triton.checkpoint.reader import Block
 from deepseek_triton.export.graph import GraphBuilder
 from deepseek_triton.quantize.int4 import SYMMETRIC_ZERO, Int4Linear
 
@@ -41,12 +43,14 @@ def add_int4(
     ]
 
 
-def _rows(
-    blocks: Sequence[_Block], read: Callable[[Int4Linear], NDArray[Any]]
-) -> Iterator[NDArray[Any]]:
+def _rows(blocks: Sequence[_Block], read: Callable[[Int4Linear], NDArray[Any]]) -> Iterator[Block]:
     for block in blocks:
-        arrays = [read(layer) for layer in block]
-        yield arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=1)
+        yield partial(_read, block, read)
+
+
+def _read(block: _Block, read: Callable[[Int4Linear], NDArray[Any]]) -> NDArray[Any]:
+    arrays = [read(layer) for layer in block]
+    return arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=1)
 
 
 def _zero_points(layer: Int4Linear) -> NDArray[np.uint8]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
-from numpy.typing import NDArray
-
+from deepseek_triton.checkpoint.reader import Block
 from deepseek_triton.checkpoint.spec import MoESpec, RoutingSpec
 from deepseek_triton.export.int4 import add_int4
 from deepseek_triton.export.modules import ModuleWriter, Projection
@@ -65,15 +63,15 @@ def _experts(modules: ModuleWriter, inputs: list[str], name: str, source: str, m
             **attributes,
         )
 
-    def rows() -> Iterator[NDArray[Any]]:
+    def rows() -> Iterator[Block]:
         for expert in experts:
-            gate = modules.reader.require(expert + "gate_proj.weight", (size, hidden))
-            up = modules.reader.require(expert + "up_proj.weight", (size, hidden))
+            gate = modules.reader.blocks(expert + "gate_proj.weight", (size, hidden))
+            up = modules.reader.blocks(expert + "up_proj.weight", (size, hidden))
             yield from interleave_rows(gate, up)
 
-    def down_rows() -> Iterator[NDArray[Any]]:
+    def down_rows() -> Iterator[Block]:
         for expert in experts:
-            yield modules.reader.require(expert + "down_proj.weight", (hidden, size))
+            yield from modules.reader.blocks(expert + "down_proj.weight", (hidden, size))
 
     dense = [
         graph.weight(f"{name}.gate_up", shapes["gate_up"], rows()),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.export.graph import GraphBuilder
@@ -36,10 +36,6 @@ class ModuleWriter:
         """Append the norm of x [T, size] with the weight `source`.weight; return [T, size]."""
         weight = self.norm_weight(f"{name}.weight", source, size)
         return self.graph.node("deepseek.RMSNorm", [x, weight], name, epsilon=epsilon)
-
-    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[NDArray[Any]]:
-        """Yield a tensor of the checkpoint, as the one block of a weight; it is read then."""
-        yield self.reader.require(name, shape)
 
     def norm_weight(self, name: str, source: str, size: int) -> str:
         """Add the weight [size] of a norm and return its name."""
@@ -107,7 +103,9 @@ class ModuleWriter:
         float32: bool,
     ) -> str:
         outputs = sum(p.outputs for p in projections)
-        rows = (self.reader.require(f"{p.source}.weight", (p.outputs, inputs)) for p in projections)
+        rows = chain.from_iterable(
+            self.reader.blocks(f"{p.source}.weight", (p.outputs, inputs)) for p in projections
+        )
         weight = self.graph.weight(f"{name}.weight", (outputs, inputs), rows, float32=float32)
         if not any(p.bias for p in projections):
             return self.graph.node("deepseek.Linear", [x, weight], name)

@@ -1,14 +1,18 @@
 """Weights on their way from checkpoint views to one external data file.
 
 A weight is declared with its shape and a lazy sequence of blocks; nothing is read before
-`WeightFile.write`, which holds one chunk of one block at a time.
+`WeightFile.write`. One thread writes, the others read and convert a few pieces ahead of it.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,19 +22,28 @@ import onnx
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deepseek_triton.errors import BuildError
+from deepseek_triton.checkpoint.convert import PIECE_BYTES, narrowed
+from deepseek_triton.checkpoint.reader import Block
 from deepseek_triton.quantize.int4 import Int4Linear, pack_nibbles
 
 UINT4 = np.dtype(ml_dtypes.uint4)
 """Two codes a byte in files, the first in the low half; blocks of codes are uint8, one a byte."""
 
 ALIGNMENT = 4096  # a page, so that any runtime can map each weight by itself
-_CHUNK_BYTES = 8 << 20  # of converted output; bounds the memory of a conversion
 _RELEASE_BYTES = 64 << 20  # written between two releases of mapped input pages
+_WORKERS = min(8, os.cpu_count() or 1)  # one thread writes no faster than these convert
+_AHEAD = 2 * _WORKERS  # pieces that are converted before they are written
+_AHEAD_LAYERS = 1  # of INT4 codes, which are not read in pieces: few, for the memory they take
+
+Blocks = Iterable[NDArray[Any] | Block]
+"""A weight's elements in C order, as arrays or as functions that return a few MB of them each."""
 
 
 class TensorReader(Protocol):
     """What export needs of a checkpoint."""
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
+        """Yield a tensor in blocks of rows, of the same sizes for the same shape."""
 
     def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return a tensor, preferably a view on a mapped file, after checking its shape."""
@@ -47,7 +60,7 @@ class _Weight:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    blocks: Iterable[NDArray[Any]]
+    blocks: Blocks
     offset: int
 
     @property
@@ -78,7 +91,7 @@ class WeightFile:
         name: str,
         shape: Sequence[int],
         dtype: np.dtype[Any],
-        blocks: Iterable[NDArray[Any]],
+        blocks: Blocks,
     ) -> None:
         """Declare a weight whose elements are those of `blocks` in C order, converted to `dtype`.
 
@@ -115,7 +128,8 @@ class WeightFile:
     def read(self, name: str) -> NDArray[Any]:
         """Return one weight in memory, as `write` would store it."""
         weight = next(w for w in self._weights if w.name == name)
-        data = b"".join(_chunks(weight))
+        with ThreadPoolExecutor(_WORKERS) as workers:
+            data = b"".join(_chunks(weight, workers))
         return np.frombuffer(data, weight.dtype).reshape(weight.shape)
 
     def write(self, path: Path, release: Callable[[], None]) -> None:
@@ -132,10 +146,10 @@ class WeightFile:
             unit_scale=True,
             disable=None,
         )
-        with path.open("wb") as file, bar:
+        with path.open("wb") as file, bar, ThreadPoolExecutor(_WORKERS) as workers:
             for weight in self._weights:
                 file.seek(weight.offset)
-                for chunk in _chunks(weight):
+                for chunk in _chunks(weight, workers):
                     file.write(chunk)
                     bar.update(chunk.nbytes)
                     unreleased += chunk.nbytes
@@ -145,13 +159,15 @@ class WeightFile:
             release()
 
 
-def _chunks(weight: _Weight) -> Iterator[memoryview]:
+def _chunks(weight: _Weight, workers: Executor) -> Iterator[memoryview]:
     """Yield a weight's bytes; raises ValueError if its blocks do not fill its shape exactly."""
     written = 0
     if weight.dtype == UINT4:
-        chunks = packed(_pieces(weight))
+        codes = _in_turn(workers, (partial(array_of, b) for b in weight.blocks), _AHEAD_LAYERS)
+        chunks = packed(array_of(piece) for piece in _pieces(codes, PIECE_BYTES))
     else:
-        chunks = (narrowed(weight.name, piece, weight.dtype) for piece in _pieces(weight))
+        pieces = _pieces(weight.blocks, PIECE_BYTES // weight.dtype.itemsize)
+        chunks = _in_turn(workers, (partial(_converted, weight, p) for p in pieces), _AHEAD)
     for chunk in chunks:
         written += chunk.nbytes
         yield chunk.view(np.uint8).data
@@ -159,13 +175,35 @@ def _chunks(weight: _Weight) -> Iterator[memoryview]:
         raise ValueError(f"{weight.name}: blocks hold {written} bytes of {weight.nbytes}")
 
 
-def _pieces(weight: _Weight) -> Iterator[NDArray[Any]]:
-    """Yield the elements of a weight's blocks in pieces of bounded size."""
-    limit = _CHUNK_BYTES // weight.dtype.itemsize
-    for block in weight.blocks:
+def _pieces(blocks: Blocks, limit: int) -> Blocks:
+    """Yield arrays in flat pieces of at most `limit` elements, and functions as they are."""
+    for block in blocks:
+        if callable(block):
+            yield block
+            continue
         flat = block.reshape(-1)
         for start in range(0, flat.size, limit):
             yield flat[start : start + limit]
+
+
+def _converted(weight: _Weight, piece: NDArray[Any] | Block) -> NDArray[Any]:
+    return narrowed(weight.name, array_of(piece).reshape(-1), weight.dtype)
+
+
+def _in_turn(workers: Executor, calls: Iterable[Block], ahead: int) -> Iterator[NDArray[Any]]:
+    """Yield the results of `calls` in order; at most `ahead` + 1 are under way or waiting."""
+    pending: deque[Future[NDArray[Any]]] = deque()
+    for call in calls:
+        pending.append(workers.submit(call))
+        if len(pending) > ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def array_of(block: NDArray[Any] | Block) -> NDArray[Any]:
+    """Return the elements of one of Blocks."""
+    return block() if callable(block) else block
 
 
 def packed(pieces: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
@@ -180,25 +218,14 @@ def packed(pieces: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
         yield left
 
 
-def narrowed(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return `values` [n] in C order as `dtype`; raises BuildError if float16 cannot hold one."""
-    with np.errstate(over="ignore"):
-        array = np.ascontiguousarray(values, dtype=dtype)
-    if dtype == np.float16 and array.size and int((array.view(np.uint16) & 0x7FFF).max()) >= 0x7C00:
-        raise BuildError(
-            f"{name}: a weight is beyond the range of fp16 (65504); "
-            "build with PRECISION=bf16 or fp32"
-        )
-    return array
+def interleave_rows(first: Iterable[Block], second: Iterable[Block]) -> Iterator[Block]:
+    """Yield the rows of two matrices [F, D] in turn: first 0, second 0, first 1, second 1.
 
-
-def interleave_rows(first: NDArray[Any], second: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Yield the rows of two [F, D] arrays in turn: first 0, second 0, first 1, second 1.
-
-    Blocks [n, 2, D] are copies of bounded size.
+    Both come in blocks [n, D] of the same sizes; blocks of the result are copies [n, 2, D].
     """
-    row_bytes = 2 * first.shape[1] * first.itemsize
-    step = max(1, _CHUNK_BYTES // max(1, row_bytes))
-    for start in range(0, len(first), step):
-        rows = slice(start, start + step)
-        yield np.stack([first[rows], second[rows]], axis=1)
+    for one, other in zip(first, second, strict=True):
+        yield partial(_stacked, one, other)
+
+
+def _stacked(first: Block, second: Block) -> NDArray[Any]:
+    return np.stack([first(), second()], axis=1)

@@ -137,17 +137,18 @@ def common_group_size(layers: Sequence[Int4Linear]) -> int | None:
 
 def pack_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pack codes […, K], K even, into bytes […, K/2], the first of two codes in the low half."""
-    packed: NDArray[np.uint8] = np.left_shift(codes[..., 1::2], np.uint8(4))
-    packed |= codes[..., ::2]
-    return packed
+    pairs = np.ascontiguousarray(codes).view("<u2")  # whole words are several times as fast
+    joined = pairs >> np.uint16(4)
+    joined |= pairs
+    return joined.astype(np.uint8)  # the low half of each
 
 
 def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the codes […, 2·n] in bytes […, n]; the inverse of pack_nibbles."""
-    codes = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
-    np.bitwise_and(packed, 15, out=codes[..., ::2])
-    np.right_shift(packed, 4, out=codes[..., 1::2])
-    return codes
+    pairs = np.ascontiguousarray(packed).astype("<u2")
+    pairs |= pairs << np.uint16(4)
+    pairs &= np.uint16(0x0F0F)
+    return pairs.view(np.uint8)
 
 
 def unpack_words(words: NDArray[np.int32]) -> NDArray[np.uint8]:

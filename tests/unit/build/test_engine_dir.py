@@ -186,6 +186,19 @@ def test_pieces_are_hashed_apart_and_their_order_counts(
     assert engine_dir.describe_files(tmp_path)[1].sha256 != whole.sha256
 
 
+def test_files_are_flushed_as_they_are_described_and_a_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").touch()
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)  # a second flush of the same file may say nothing
+    with pytest.raises(OSError, match="Input/output error"):
+        engine_dir.describe_files(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "weights.bin"])
 def test_a_file_that_may_not_be_read_is_not_said_to_need_a_rebuild(
     engine: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import ml_dtypes
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from deepseek_triton.checkpoint import reader as reader_module
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.fp8 import dequantize_fp8
 from deepseek_triton.checkpoint.names import validate_checkpoint
 from deepseek_triton.checkpoint.presets import preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.checkpoint.reader import CheckpointReader
+from deepseek_triton.checkpoint.writer import LazyTensor, write_safetensors
 from deepseek_triton.errors import CheckpointError
 from deepseek_triton.quantize.checkpoint import open_checkpoint
 
@@ -33,6 +36,15 @@ def test_values_are_codes_times_the_scale_of_their_block() -> None:
     values = dequantize_fp8(weight, scales, (128, 128))
     for n, k in [(0, 0), (127, 127), (128, 127), (127, 128), (199, 299), (5, 256)]:
         assert values[n, k] == np.float32(weight[n, k]) * scales[n // 128, k // 128]
+
+
+@pytest.mark.parametrize("place", [slice(0, 3), slice(30, 130), slice(127, 129), slice(190, 220)])
+def test_some_rows_have_the_values_that_they_have_among_all(place: slice) -> None:
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(200, 300)).astype(FP8)
+    scales = rng.uniform(0.5, 2, (4, 3)).astype(np.float32)
+    whole = dequantize_fp8(weight, scales, (64, 128))
+    np.testing.assert_array_equal(dequantize_fp8(weight, scales, (64, 128), place), whole[place])
 
 
 def test_every_code_has_the_value_of_the_format() -> None:
@@ -81,6 +93,36 @@ def test_a_checkpoint_in_fp8_reads_like_a_dense_one(fp8_checkpoint: Path) -> Non
     expected = stored.read(name).astype(np.float32) * expanded
     np.testing.assert_array_equal(reader.require(name, (rows, columns)), expected)
     assert not any(name.endswith("_scale_inv") for name in reader.names())
+
+
+def test_blocks_hold_the_rows_of_the_whole(
+    fp8_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read_model_spec(fp8_checkpoint)
+    reader = open_checkpoint(fp8_checkpoint, spec)
+    for kind in ("mlp.gate_proj.weight", "input_layernorm.weight"):  # FP8, and not
+        name = f"model.layers.0.{kind}"
+        shape = reader.shape(name)
+        monkeypatch.setattr(reader_module, "_BLOCK_VALUES", 100 * math.prod(shape[1:]))
+        blocks = [block() for block in reader.blocks(name, shape)]
+        assert [len(block) for block in blocks[:-1]] == [100] * ((shape[0] - 1) // 100)
+        np.testing.assert_array_equal(np.concatenate(blocks), reader.require(name, shape))
+    with pytest.raises(CheckpointError, match=r"input_layernorm.weight has shape \[160\]"):
+        next(reader.blocks(name, (161,)))
+
+
+def test_scales_may_follow_their_weights_in_the_file(fp8_checkpoint: Path) -> None:
+    reader = CheckpointReader(fp8_checkpoint)
+    names = sorted(reader.names())  # a scale's name is its weight's, and longer
+    tensors = [LazyTensor(n, reader.dtype(n), reader.shape(n), [reader.read(n)]) for n in names]
+    spec = read_model_spec(fp8_checkpoint)
+    name = "model.layers.0.mlp.up_proj.weight"
+    expected = open_checkpoint(fp8_checkpoint, spec).read(name)
+    rewritten = fp8_checkpoint / "rewritten.safetensors"
+    write_safetensors(rewritten, tensors, reader.release)
+    rewritten.rename(fp8_checkpoint / "model.safetensors")
+    found = open_checkpoint(fp8_checkpoint, spec).read(name)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_missing_scale_is_named(tmp_path: Path, fp8_checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from deepseek_triton.checkpoint import writer
 from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.checkpoint.writer import LazyTensor, write_safetensors
+from deepseek_triton.errors import BuildError
 
 
 def nothing() -> None:
@@ -38,7 +39,7 @@ def test_a_file_reads_back_with_the_reference_library(tmp_path: Path, dtype: str
 def test_large_blocks_go_out_in_chunks_and_input_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_CHUNK_BYTES", 16)
+    monkeypatch.setattr(writer, "PIECE_BYTES", 16)
     monkeypatch.setattr(writer, "_RELEASE_BYTES", 32)
     released = []
     values = np.arange(40, dtype=np.float32)
@@ -51,4 +52,11 @@ def test_large_blocks_go_out_in_chunks_and_input_is_released(
 def test_blocks_that_do_not_fill_the_shape_are_an_error(tmp_path: Path) -> None:
     tensor = LazyTensor("a", np.dtype(np.float32), (3,), [np.zeros(2)])
     with pytest.raises(ValueError, match="a: blocks hold 8 bytes of 12"):
+        write_safetensors(tmp_path / "x.safetensors", [tensor], nothing)
+
+
+def test_a_value_that_float16_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    values = np.array([1, -65520], np.float32)
+    tensor = LazyTensor("layers.3.weight", np.dtype(np.float16), (2,), [values])
+    with pytest.raises(BuildError, match=r"layers\.3\.weight: .* beyond the range of fp16"):
         write_safetensors(tmp_path / "x.safetensors", [tensor], nothing)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepseek_triton.checkpoint.names import expected_tensors
+from deepseek_triton.checkpoint.reader import Block, row_blocks
 from deepseek_triton.checkpoint.spec import (
     LatentAttentionSpec,
     ModelSpec,
@@ -60,6 +62,9 @@ class DictReader:
         if name not in self.arrays or self.arrays[name].shape != shape:
             raise CheckpointError(f"tensor {name} is missing or misshapen")
         return self.arrays[name]
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
+        yield from row_blocks(self.require(name, shape))
 
     def int4(self, source: str) -> None:
         """No layer is INT4."""

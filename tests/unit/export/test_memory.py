@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import psutil
 from numpy.typing import NDArray
 
 from deepseek_triton.checkpoint.names import expected_tensors
+from deepseek_triton.checkpoint.reader import Block, row_blocks
 from deepseek_triton.checkpoint.spec import ModelSpec, MoESpec, RoutingSpec
 from deepseek_triton.export.portable import export_portable
 from tests.unit.export.fakes import tiny_spec
@@ -40,6 +42,9 @@ class SparseReader:
 
     def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         return np.ndarray(shape, ml_dtypes.bfloat16, self._map, self._offsets[name])
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Block]:
+        yield from row_blocks(self.require(name, shape))
 
     def int4(self, source: str) -> None:
         """No layer is INT4."""
