@@ -9,13 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import uvicorn
-
 from deepseek_triton.errors import DeepseekTritonError
-from deepseek_triton.gateway.app import create_app
 from deepseek_triton.gateway.config import GatewayOptions
 from deepseek_triton.gateway.keys import new_key
 from deepseek_triton.gateway.served_model import ServedModel
+from deepseek_triton.gateway.serving import interrupt_on_signals, make_server
 from deepseek_triton.log import configure_logging
 
 logger = logging.getLogger("deepseek_triton.gateway")
@@ -44,7 +42,10 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 def options_from(
     parsed: argparse.Namespace, engine_dir: Path, servers: Sequence[str]
 ) -> GatewayOptions:
-    """Return the options of a command line that has `add_arguments`; raises ConfigError."""
+    """Return the options of a command line that has `add_arguments` and --exit-timeout.
+
+    Raises ConfigError.
+    """
     return GatewayOptions(
         engine_dir=engine_dir,
         servers=tuple(servers),
@@ -57,6 +58,7 @@ def options_from(
         max_body_bytes=parsed.max_body_bytes,
         timeout_s=parsed.timeout,
         body_timeout_s=parsed.body_timeout,
+        exit_timeout_s=parsed.exit_timeout,
     )
 
 
@@ -65,22 +67,6 @@ def load_model(options: GatewayOptions) -> ServedModel:
     return ServedModel.load(
         options.engine_dir, name=options.model_name, chat_template=options.chat_template
     )
-
-
-def make_server(options: GatewayOptions, model: ServedModel) -> uvicorn.Server:
-    """Return the HTTP server, not yet running. Raises ConfigError for a bad key file."""
-    config = uvicorn.Config(
-        create_app(options, model),
-        host=options.host,
-        port=options.port,
-        access_log=False,  # the gateway writes its own
-        log_level="warning",
-        timeout_graceful_shutdown=10,
-        # Longer than clients keep theirs: a request on a connection that closes is an error there.
-        timeout_keep_alive=75,
-        server_header=False,
-    )
-    return uvicorn.Server(config)
 
 
 def main(arguments: list[str]) -> int:
@@ -97,6 +83,13 @@ def main(arguments: list[str]) -> int:
         help="gRPC addresses of the servers (default: %(default)s)",
     )
     parser.add_argument("--new-key", metavar="NAME", help="print a new API key and its entry")
+    parser.add_argument(
+        "--exit-timeout",
+        type=float,
+        default=GatewayOptions(Path()).exit_timeout_s,
+        metavar="SECONDS",
+        help="for requests in flight when stopped (default: %(default)g)",
+    )
     add_arguments(parser)
     parsed = parser.parse_args(arguments)
     if parsed.new_key:
@@ -106,6 +99,7 @@ def main(arguments: list[str]) -> int:
     if not parsed.engine:
         parser.error("give --engine DIR (make gateway ENGINE=dir)")
     configure_logging()
+    interrupt_on_signals()
     try:
         options = options_from(parsed, Path(parsed.engine), parsed.triton.split(","))
         server = make_server(options, load_model(options))

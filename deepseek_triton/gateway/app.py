@@ -32,6 +32,7 @@ from deepseek_triton.gateway.metrics import GatewayMetrics
 from deepseek_triton.gateway.page import add_page
 from deepseek_triton.gateway.pool import ServerPool
 from deepseek_triton.gateway.record import record_of
+from deepseek_triton.gateway.running import RunningRequests
 from deepseek_triton.gateway.schema import (
     ChatRequest,
     CompletionRequest,
@@ -193,11 +194,15 @@ class Gateway:
 
 
 def create_app(
-    options: GatewayOptions, model: ServedModel, servers: Sequence[TritonServer] | None = None
+    options: GatewayOptions,
+    model: ServedModel,
+    servers: Sequence[TritonServer] | None = None,
+    *,
+    requests: RunningRequests | None = None,
 ) -> FastAPI:
     """Return the ASGI application. Raises ConfigError for a key file that cannot be read.
 
-    `servers` stand in for those that `options` name.
+    `servers` stand in for those that `options` name. Who is to end `requests` passes them in.
     """
     keys = None if options.key_file is None else KeyRing(options.key_file)
     gateway = Gateway(options, model, servers)
@@ -221,7 +226,13 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Gate, options=options, metrics=gateway.metrics, keys=keys)
+    app.add_middleware(
+        Gate,
+        options=options,
+        metrics=gateway.metrics,
+        keys=keys,
+        requests=requests if requests is not None else RunningRequests(),
+    )
     return app
 
 

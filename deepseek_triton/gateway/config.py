@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class GatewayOptions:
     max_body_bytes: int = 4 << 20
     timeout_s: float = 600.0  # of one request, from its arrival to its end
     body_timeout_s: float = 30.0  # for a client to send its request
+    exit_timeout_s: float = 10.0  # for requests in flight when stopped, before they are ended
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -37,3 +39,5 @@ class GatewayOptions:
         ):
             if not value > 0:
                 raise ConfigError(f"{name}: {value} is not positive")
+        if not 0 <= self.exit_timeout_s < math.inf:
+            raise ConfigError(f"--exit-timeout: {self.exit_timeout_s:g} must be 0 or more seconds")

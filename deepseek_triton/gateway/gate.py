@@ -17,10 +17,12 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from deepseek_triton.gateway.config import GatewayOptions
-from deepseek_triton.gateway.errors import ApiError
+from deepseek_triton.gateway.errors import ApiError, stopping
 from deepseek_triton.gateway.keys import KeyRing
 from deepseek_triton.gateway.metrics import GatewayMetrics
 from deepseek_triton.gateway.record import RequestRecord, attach
+from deepseek_triton.gateway.running import RunningRequests
+from deepseek_triton.gateway.streaming import EVENT_STREAM, event
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -36,12 +38,18 @@ class Gate:
     """ASGI middleware around the whole application."""
 
     def __init__(
-        self, app: App, options: GatewayOptions, metrics: GatewayMetrics, keys: KeyRing | None
+        self,
+        app: App,
+        options: GatewayOptions,
+        metrics: GatewayMetrics,
+        keys: KeyRing | None,
+        requests: RunningRequests,
     ) -> None:
         self._app = app
         self._options = options
         self._metrics = metrics
         self._keys = keys
+        self._requests = requests
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
@@ -55,23 +63,35 @@ class Gate:
         attach(scope, record)
         sender = _Sender(send, record)
         self._metrics.in_flight += 1
+        try:
+            with self._requests.hold():
+                await self._answer(scope, headers, receive, sender)
+        except ApiError as error:
+            await sender.end_with(error, scope, receive)
+        except asyncio.CancelledError:
+            if not self._requests.ended:
+                raise
+            await sender.end_with(stopping(), scope, receive)
+        finally:
+            self._finish(record)
+
+    async def _answer(
+        self, scope: MutableMapping[str, Any], headers: Headers, receive: Receive, sender: _Sender
+    ) -> None:
         leave: Callable[[], None] | None = None
+        record = sender.record
         try:
             leave = self._admit(scope, headers, record)
             body = await self._read_body(receive, headers.get("content-length", ""))
+            if self._requests.ended:  # before Python 3.12 wait_for may lose a cancellation
+                raise stopping()
             if body is None:
                 record.disconnected = True
             else:
                 await self._app(scope, _replay(body, receive), sender.send)
-        except ApiError as error:
-            if not sender.started:
-                record.error = error.code or error.kind
-                response = JSONResponse(error.body(), error.status, error.headers)
-                await response(scope, receive, sender.send)
         finally:
             if leave is not None:
                 leave()
-            self._finish(record)
 
     def _admit(
         self, scope: MutableMapping[str, Any], headers: Headers, record: RequestRecord
@@ -138,16 +158,34 @@ class _Sender:
 
     def __init__(self, send: Send, record: RequestRecord) -> None:
         self._send = send
-        self._record = record
-        self.started = False
+        self.record = record
+        self._started = self._finished = self._streams = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.started = True
-            self._record.status = message["status"]
-            request_id = (b"x-request-id", self._record.request_id.encode())
+            self._started = True
+            self.record.status = message["status"]
+            content_type = dict(message.get("headers", [])).get(b"content-type", b"")
+            self._streams = content_type.startswith(EVENT_STREAM)
+            request_id = (b"x-request-id", self.record.request_id.encode())
             message["headers"] = [*message.get("headers", []), request_id]
+        else:
+            self._finished = not message.get("more_body", False)
         await self._send(message)
+
+    async def end_with(
+        self, error: ApiError, scope: MutableMapping[str, Any], receive: Receive
+    ) -> None:
+        """Send `error` as the answer, or as the last event of a stream that has begun."""
+        if self._finished:
+            return
+        self.record.error = error.code or error.kind
+        if not self._started:
+            response = JSONResponse(error.body(), error.status, error.headers)
+            await response(scope, receive, self.send)
+        elif self._streams:
+            body = event(error.body())
+            await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.build.manifest import MANIFEST_NAME
 from deepseek_triton.build.pipeline import is_current
 from deepseek_triton.errors import ConfigError, DeepseekTritonError
 from deepseek_triton.gateway.__main__ import add_arguments as add_gateway_arguments
+from deepseek_triton.gateway.serving import interrupt_on_signals
 from deepseek_triton.log import configure_logging
 from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
 from deepseek_triton.server.gateway import Gateway
@@ -87,8 +86,7 @@ def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after a stop by signal, 1 after a failure."""
     parsed = parse_arguments(arguments)
     configure_logging()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupt_on_signals()
     try:
         serve(parsed)
     except KeyboardInterrupt:
@@ -142,11 +140,6 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     at = arguments.index("--")
     return arguments[:at], arguments[at + 1 :]
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Take Ctrl-C's path, also where a shell started this process with SIGINT ignored."""
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
