@@ -7,6 +7,7 @@ hide that the client is gone.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -17,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from deepseek_triton.gateway.config import GatewayOptions
-from deepseek_triton.gateway.errors import ApiError, stopping
+from deepseek_triton.gateway.errors import ApiError, server_error, stopping
 from deepseek_triton.gateway.keys import KeyRing
 from deepseek_triton.gateway.metrics import GatewayMetrics
 from deepseek_triton.gateway.record import RequestRecord, attach
@@ -28,6 +29,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+_logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GUARDED = re.compile(r"/(v1/|tokenize$|detokenize$)")
@@ -72,6 +75,11 @@ class Gate:
             if not self._requests.ended:
                 raise
             await sender.end_with(stopping(), scope, receive)
+        except Exception as error:
+            # Not left to Starlette, which knows no streams and raises it again for uvicorn to log.
+            _logger.exception("request %s failed", request_id)
+            problem = server_error(f"{type(error).__name__} in the gateway")
+            await sender.end_with(problem, scope, receive)
         finally:
             self._finish(record)
 
@@ -118,7 +126,11 @@ class Gate:
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except asyncio.TimeoutError:
-                raise ApiError(408, "the request's body did not arrive in time") from None
+                raise ApiError(
+                    408,
+                    f"the request's body did not arrive within {self._options.body_timeout_s:g} s",
+                    headers={"Connection": "close"},
+                ) from None
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")

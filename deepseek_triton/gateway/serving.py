@@ -96,6 +96,9 @@ class GatewayServer(uvicorn.Server):
 class _Protocol(H11Protocol):
     """Answers what is no HTTP in the form of every other error."""
 
+    def _should_upgrade(self) -> bool:
+        return False  # there are no WebSockets here, and no need of a warning for each request
+
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun: there is no place for another one
@@ -120,6 +123,7 @@ def make_server(options: GatewayOptions, model: ServedModel) -> GatewayServer:
         host=options.host,
         port=options.port,
         http=_Protocol,
+        ws="none",
         access_log=False,  # the gateway writes its own
         log_level="warning",
         timeout_graceful_shutdown=int(options.exit_timeout_s + _UVICORN_SLACK_S),

@@ -55,7 +55,10 @@ def access_lines(log: Path) -> list[dict[str, Any]]:
 def raw_request(client: openai.OpenAI, head: str) -> socket.socket:
     """Send the head of a request, each line ended by a newline, and return the connection."""
     assert client.base_url.port is not None
-    connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=ENDS_S)
+    connection = socket.socket()
+    connection.settimeout(ENDS_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", client.base_url.port))
     connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n")
     return connection
 
@@ -167,9 +170,14 @@ def test_a_client_that_does_not_read_holds_nobody_up(
 
 
 def is_blocked(connection: socket.socket) -> bool:
-    """Whether nothing more has arrived for a while."""
-    size = -1
-    while (now := len(connection.recv(1 << 24, socket.MSG_PEEK))) != size:
-        size = now
-        time.sleep(1.0)
-    return True
+    """Whether the other side has bytes to send, and for a second sent and added none."""
+    port = f":{connection.getsockname()[1]:04X}"
+
+    def waiting() -> int:
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        (queues,) = (fields[4] for fields in lines if fields[2].endswith(port))
+        return int(queues.partition(":")[0], 16)
+
+    before = waiting()
+    time.sleep(1.0)
+    return waiting() == before > 0
