@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deepseek_triton.arguments import ArgumentParser, label, seconds, whole_number
 from deepseek_triton.errors import DeepseekTritonError
 from deepseek_triton.gateway.config import GatewayOptions
 from deepseek_triton.gateway.keys import new_key
@@ -25,17 +26,18 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     add = parser.add_argument
     add("--gateway-host", default=defaults.host, help="address to listen on; 0.0.0.0 lets other "
         "machines in (default: %(default)s)")  # fmt: skip
-    add("--gateway-port", type=int, default=defaults.port, help="(default: %(default)s)")
+    add("--gateway-port", type=whole_number(0, 65535), default=defaults.port,
+        help="(default: %(default)s)")  # fmt: skip
     add("--model-name", default="", help="the model's name (default: that of the checkpoint)")
     add("--chat-template", default="", metavar="FILE", help="in place of the checkpoint's own")
     add("--api-keys", default="", metavar="FILE", help="ask for API keys; see --new-key")
     add("--cors-origin", action="append", default=[], metavar="URL",
         help="let pages of this origin in; may be repeated")  # fmt: skip
-    add("--max-body-bytes", type=int, default=defaults.max_body_bytes, metavar="N",
+    add("--max-body-bytes", type=whole_number(1), default=defaults.max_body_bytes, metavar="N",
         help="longest request (default: %(default)s)")  # fmt: skip
-    add("--timeout", type=float, default=defaults.timeout_s, metavar="SECONDS",
+    add("--timeout", type=seconds, default=defaults.timeout_s, metavar="SECONDS",
         help="of one request (default: %(default)g)")  # fmt: skip
-    add("--body-timeout", type=float, default=defaults.body_timeout_s, metavar="SECONDS",
+    add("--body-timeout", type=seconds, default=defaults.body_timeout_s, metavar="SECONDS",
         help="for a client to send its request (default: %(default)g)")  # fmt: skip
 
 
@@ -71,7 +73,7 @@ def load_model(options: GatewayOptions) -> ServedModel:
 
 def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after a stop by signal, 1 after a failure."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m deepseek_triton.gateway",
         description="OpenAI's HTTP API in front of Triton servers.",
     )
@@ -85,7 +87,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--new-key", metavar="NAME", help="print a new API key and its entry")
     parser.add_argument(
         "--exit-timeout",
-        type=float,
+        type=seconds,
         default=GatewayOptions(Path()).exit_timeout_s,
         metavar="SECONDS",
         help="for requests in flight when stopped (default: %(default)g)",
@@ -110,7 +112,9 @@ def main(arguments: list[str]) -> int:
     except DeepseekTritonError as error:
         logger.error("%s", error)
         return 1
-    except SystemExit:  # uvicorn's, when the port is taken; its log says so
+    except SystemExit:  # uvicorn's, whose log gives the address and the reason
+        settings = " or ".join(map(label, ("--gateway-host", "--gateway-port")))
+        logger.error("the gateway cannot listen there; choose another %s", settings)
         return 1
     return 0
 
