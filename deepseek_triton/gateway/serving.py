@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.05
 _LAST_WORDS_S = 1.0  # for clients to take the error that ends their request
+# For Triton servers to let go of many requests that were cancelled. One that is stopped in the
+# middle of that waits for the rest until its own time is up.
+_LET_GO_S = 1.0
 _UVICORN_SLACK_S = 5.0  # after which uvicorn would cut what we did not end
 
 
@@ -91,6 +94,8 @@ class GatewayServer(uvicorn.Server):
             await asyncio.sleep(_POLL_S)
         for connection in list(connections):  # of clients that do not read
             connection.transport.abort()
+        if not self.force_exit:
+            await asyncio.sleep(_LET_GO_S)
 
 
 class _Protocol(H11Protocol):

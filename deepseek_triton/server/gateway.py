@@ -59,9 +59,10 @@ class Gateway:
         try:
             http.run()
         except KeyboardInterrupt:
+            if failures:
+                raise failures[0] from None
             if http.force_exit:  # a second one: nobody waits any more
                 server.kill()
-            if not failures:
-                raise
+            raise
         if failures:
             raise failures[0]
