@@ -10,34 +10,37 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from deepseek_triton.arguments import ArgumentParser, choice, whole_number, whole_number_or_empty
 from deepseek_triton.build import graph_report
 from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.build.parallel import Parallel
 from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.build.targets import TARGETS
 from deepseek_triton.checkpoint.config import find_config
-from deepseek_triton.errors import ConfigError, DeepseekTritonError
+from deepseek_triton.errors import DeepseekTritonError
 from deepseek_triton.text.tokenizer import Tokenizer
 
 
 def main() -> int:
     """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", required=True, help="folder with config.json")
     parser.add_argument("--engine", required=True, help="folder to make or to replace")
     parser.add_argument("--precision", default="fp32", help="default: %(default)s")
     parser.add_argument("--target", default="onnxruntime", help=f"one of {', '.join(TARGETS)}")
-    parser.add_argument("--block-size", type=int, help="tokens; default: the target's")
+    parser.add_argument(
+        "--block-size", type=whole_number(1, 1024), help="tokens; default: the target's"
+    )
     parser.add_argument(
         "--draft",
         default="",
-        choices=["", "mtp"],
+        type=choice("", "mtp"),
         help="mtp: speculative decoding with the checkpoint's multi-token-prediction layer",
     )
     parser.add_argument(
         "--int4-accuracy",
         default="",
-        choices=["", "0", "4"],
+        type=choice("", "0", "4"),
         help="of INT4 on ONNX Runtime: 4 (default) rounds activations to 8 bits, 0 does not",
     )
     parser.add_argument("--provider", default="", help="of ONNX Runtime: cpu (default) or cuda")
@@ -79,14 +82,16 @@ def main() -> int:
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options of targets that compile; an empty value is the default."""
     group = parser.add_argument_group("targets tensorrt and tensorrt_rtx")
-    group.add_argument("--max-batch", default="", help="rows of a decode call")
-    group.add_argument("--max-prefill", default="", help="rows of a prefill call")
-    group.add_argument("--max-chunk", default="", help="tokens of a row in a prefill call")
-    group.add_argument("--max-context", default="", help="tokens, prompt and output together")
+    size = whole_number_or_empty(0)
+    group.add_argument("--max-batch", type=size, help="rows of a decode call")
+    group.add_argument("--max-prefill", type=size, help="rows of a prefill call")
+    group.add_argument("--max-chunk", type=size, help="tokens of a row in a prefill call")
+    group.add_argument("--max-context", type=size, help="tokens, prompt and output together")
     group.add_argument("--sm", default="", help="compute capabilities, such as 86,89 (RTX only)")
-    group.add_argument("--tp", default="", help="GPUs that share each layer (tensorrt_llm)")
-    group.add_argument("--pp", default="", help="stages that share the layers (tensorrt_llm)")
-    group.add_argument("--ep", default="", help="of --tp, how many share the experts by number")
+    count = whole_number_or_empty(1)
+    group.add_argument("--tp", type=count, help="GPUs that share each layer (tensorrt_llm)")
+    group.add_argument("--pp", type=count, help="stages that share the layers (tensorrt_llm)")
+    group.add_argument("--ep", type=count, help="of --tp, how many share the experts by number")
     group.add_argument("--timing-cache", default="", help="file to start from and to update")
 
 
@@ -97,20 +102,14 @@ def _limits(args: argparse.Namespace) -> CallLimits:
         "max_chunk_len": args.max_chunk,
         "max_context_len": args.max_context,
     }
-    try:
-        sizes = {name: int(text) for name, text in given.items() if text}
-    except ValueError as error:
-        raise ConfigError(f"sizes must be whole numbers: {error}") from error
+    sizes = {name: value for name, value in given.items() if value is not None}
     names = tuple(name.strip() for name in args.sm.split(",") if name.strip())
     return CallLimits(**sizes, compute_capabilities=names)
 
 
 def _parallel(args: argparse.Namespace) -> Parallel:
     given = {"tp": args.tp, "pp": args.pp, "ep": args.ep}
-    try:
-        return Parallel(**{name: int(text) for name, text in given.items() if text})
-    except ValueError as error:
-        raise ConfigError(f"TP, PP and EP must be whole numbers: {error}") from error
+    return Parallel(**{name: value for name, value in given.items() if value is not None})
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

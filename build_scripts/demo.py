@@ -21,6 +21,7 @@ from grpc_stream import stream_grpc  # noqa: E402
 from http_generate import GenerationError as HttpError  # noqa: E402
 from http_generate import generate_stream  # noqa: E402
 
+from deepseek_triton.arguments import ArgumentParser, choice, whole_number  # noqa: E402
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config  # noqa: E402
 from deepseek_triton.checkpoint.random import write_random_checkpoint  # noqa: E402
 from deepseek_triton.errors import DeepseekTritonError  # noqa: E402
@@ -127,14 +128,22 @@ def run(folder: Path, arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     """Return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--arch", default="", choices=("", *PRESETS), help="random weights instead of models/demo"
+        "--arch",
+        default="",
+        type=choice("", *PRESETS),
+        help="random weights instead of models/demo",
     )
     parser.add_argument("--prompt", default=DEMO_PROMPT)
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=whole_number(1), default=128)
     for service in ("http", "grpc", "metrics"):
-        parser.add_argument(f"--{service}-port", type=int, default=0, help="(default: a free one)")
+        parser.add_argument(
+            f"--{service}-port",
+            type=whole_number(0, 65535),
+            default=0,
+            help="(default: a free one)",
+        )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # both take Ctrl-C's path

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import math
@@ -15,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepseek_triton.arguments import ArgumentParser, whole_number
 from deepseek_triton.build.engine_dir import load_engine_dir
-from deepseek_triton.errors import ConfigError, DeepseekTritonError
+from deepseek_triton.errors import ConfigError, DeepseekTritonError, EngineMismatchError
 from deepseek_triton.evaluate.perplexity import (
     Scores,
     agreement,
@@ -38,7 +38,7 @@ _DEFAULT_TOKENS = 1 << 20  # of the standard library
 
 def main() -> int:
     """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--engine", required=True, help="engine directory")
     parser.add_argument("--reference", default="", help="engine directory to compare with")
     parser.add_argument(
@@ -47,8 +47,12 @@ def main() -> int:
         help="text file, folder or wheel; or .xz, tokens as train_demo.py keeps them "
         "(this Python's standard library)",
     )
-    parser.add_argument("--windows", type=int, default=64, help="at most so many, spread evenly")
-    parser.add_argument("--window-length", type=int, default=512, help="tokens predicted in each")
+    parser.add_argument(
+        "--windows", type=whole_number(1), default=64, help="at most so many, spread evenly"
+    )
+    parser.add_argument(
+        "--window-length", type=whole_number(1), default=512, help="tokens predicted in each"
+    )
     parser.add_argument("--json", default="", help="file to write the figures to")
     args = parser.parse_args()
     if not args.engine:
@@ -78,8 +82,12 @@ def evaluate(
     engine: Path, reference: Path | None, text: str, windows: int, length: int
 ) -> dict[str, Any]:
     """Return what is to be said of `engine`, by name."""
-    for folder in (engine, reference or engine):  # before the text is read, which takes longer
-        load_engine_dir(folder, verify_contents=False)
+    for variable, folder in (("ENGINE", engine), ("REFERENCE", reference)):
+        if folder is not None:  # before the text is read, which takes longer
+            try:
+                load_engine_dir(folder, verify_contents=False)
+            except EngineMismatchError as error:
+                raise EngineMismatchError(f"{variable}: {error}") from error
     cut = cut_windows(read_tokens(engine, text), length, windows)
     scores, outputs = _measure(engine, cut)
     figures: dict[str, Any] = {
@@ -155,7 +163,7 @@ def read_tokens(folder: Path, text: str) -> NDArray[np.int32]:
         except (OSError, lzma.LZMAError) as error:
             raise ConfigError(f"TEXT: {text} cannot be read ({error})") from error
         return np.frombuffer(data, "<u2").astype(np.int32)
-    documents = read_documents(Path(text)) if text else standard_library()
+    documents = read_documents(Path(text), "TEXT") if text else standard_library()
     return token_stream(Tokenizer.load(folder), documents, None if text else _DEFAULT_TOKENS)
 
 

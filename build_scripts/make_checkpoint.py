@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from deepseek_triton.arguments import ArgumentParser, choice, label, whole_number
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
 from deepseek_triton.checkpoint.random import WEIGHT_DTYPES, write_random_checkpoint
 from deepseek_triton.errors import DeepseekTritonError
@@ -13,19 +13,23 @@ from deepseek_triton.errors import DeepseekTritonError
 
 def main() -> int:
     """Parse the command line, write the folder, return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--arch", default="v2-lite", help=f"one of {', '.join(PRESETS)}")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
-    parser.add_argument("--dtype", default="float32", choices=tuple(WEIGHT_DTYPES))
-    parser.add_argument("--num-shards", type=int, default=1, help="weight files to split into")
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="the same seed gives the same bytes"
+    )
+    parser.add_argument("--dtype", default="float32", type=choice(*WEIGHT_DTYPES))
+    parser.add_argument(
+        "--num-shards", type=whole_number(1), default=1, help="weight files to split into"
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace another random checkpoint at OUT"
     )
     args = parser.parse_args()
     if not args.out:
         kinds = "|".join(PRESETS)
-        parser.error(f"--out is empty: make checkpoint OUT=dir [ARCH={kinds}] [SEED=0]")
+        parser.error(f"{label('--out')}: empty; make checkpoint OUT=dir [ARCH={kinds}] [SEED=0]")
     try:
         path = write_random_checkpoint(
             Path(args.out),

@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from deepseek_triton.calibrate.quantize import METHODS, QuantizeOptions, quantize_checkpoint
+from deepseek_triton.arguments import ArgumentParser, choice, whole_number
+from deepseek_triton.calibrate.quantize import (
+    GROUP_SIZES,
+    METHODS,
+    QuantizeOptions,
+    quantize_checkpoint,
+)
 from deepseek_triton.checkpoint.config import find_config
 from deepseek_triton.errors import ConfigError, DeepseekTritonError
 from deepseek_triton.text.documents import read_documents, standard_library
@@ -18,32 +24,25 @@ from deepseek_triton.text.documents import read_documents, standard_library
 
 def main() -> int:
     """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", required=True, help="folder with config.json")
-    parser.add_argument("--out", required=True, help="folder to make")
-    parser.add_argument("--method", default="awq", help=f"one of {', '.join(METHODS)}")
-    parser.add_argument(
-        "--group", type=int, default=128, help="input channels a scale: 32, 64, 128"
-    )
-    parser.add_argument("--symmetric", type=int, default=0, choices=(0, 1), help="no zero points")
-    parser.add_argument(
-        "--calibration",
-        default="",
-        help="text file, folder or wheel to calibrate with (this Python's standard library)",
-    )
-    parser.add_argument("--windows", type=int, default=64, help="of calibration text")
-    parser.add_argument("--window-length", type=int, default=512, help="tokens in each")
-    args = parser.parse_args()
+    args = _parse()
     if not args.checkpoint or not args.out:
         print("usage: make quantize CHECKPOINT=<folder> OUT=<folder>", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     signal.signal(signal.SIGTERM, _stop)
-    documents = read_documents(Path(args.calibration)) if args.calibration else standard_library()
+    documents = (
+        read_documents(Path(args.calibration), "CALIBRATION")
+        if args.calibration
+        else standard_library()
+    )
     try:
         find_config(args.checkpoint)
         options = QuantizeOptions(
-            args.method, args.group, bool(args.symmetric), args.windows, args.window_length
+            args.method,
+            int(args.group),
+            args.symmetric == "1",
+            args.windows,
+            args.window_length,
         )
         if args.calibration and args.method == "rtn":
             raise ConfigError(
@@ -67,6 +66,29 @@ def main() -> int:
     if report["without_tokens"]:
         print(f"{len(report['without_tokens'])} saw no token and were rounded to nearest")
     return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__)
+    sizes = tuple(map(str, GROUP_SIZES))
+    parser.add_argument("--checkpoint", required=True, help="folder with config.json")
+    parser.add_argument("--out", required=True, help="folder to make")
+    parser.add_argument("--method", default="awq", help=f"one of {', '.join(METHODS)}")
+    parser.add_argument(
+        "--group",
+        type=choice(*sizes),
+        default="128",
+        help=f"input channels a scale: {', '.join(sizes)}",
+    )
+    parser.add_argument("--symmetric", type=choice("0", "1"), default="0", help="1: no zero points")
+    parser.add_argument(
+        "--calibration",
+        default="",
+        help="text file, folder or wheel to calibrate with (this Python's standard library)",
+    )
+    parser.add_argument("--windows", type=whole_number(1), default=64, help="of calibration text")
+    parser.add_argument("--window-length", type=whole_number(1), default=512, help="tokens in each")
+    return parser.parse_args()
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

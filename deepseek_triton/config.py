@@ -73,7 +73,14 @@ class Setting:
             raise self._error(value)
 
     def _error(self, value: object) -> ConfigError:
-        return ConfigError(f"{self.key}: {value!r} is not allowed; it must be {self.allowed}")
+        return ConfigError(
+            f"{label(self.key)}: {value!r} is not allowed; it must be {self.allowed}"
+        )
+
+
+def label(key: str) -> str:
+    """Return the setting `key` beside the environment variable that overrides it."""
+    return f"{key} ({ENV_PREFIX}{key.upper()})"
 
 
 def _setting(key: str, default: Any, help: str, **limits: Any) -> Any:
@@ -125,8 +132,9 @@ class SchedulerConfig(_Checked):
         super().__post_init__()
         if self.max_tokens_per_step < self.max_batch_size:
             raise ConfigError(
-                f"max_tokens_per_step: {self.max_tokens_per_step} is less than max_batch_size "
-                f"({self.max_batch_size}); each running request needs one token a step"
+                f"{label('max_tokens_per_step')}: {self.max_tokens_per_step} is less than "
+                f"{label('max_batch_size')}, {self.max_batch_size}; each running request needs "
+                "one token a step"
             )
 
 
@@ -188,8 +196,8 @@ class DeadlineConfig(_Checked):
         super().__post_init__()
         if self.default_ms > self.max_ms:
             raise ConfigError(
-                f"default_deadline_ms: {self.default_ms} is more than "
-                f"max_deadline_ms ({self.max_ms})"
+                f"{label('default_deadline_ms')}: {self.default_ms} is more than "
+                f"{label('max_deadline_ms')}, {self.max_ms}"
             )
 
     def deadline_ns(self, requested_ms: int | None, now_ns: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir
 from deepseek_triton.build.manifest import Manifest
-from deepseek_triton.config import EngineConfig
+from deepseek_triton.config import EngineConfig, label
 from deepseek_triton.engine.delivery import Deliveries
 from deepseek_triton.engine.loop import EngineLoop
 from deepseek_triton.errors import ConfigError, EngineMismatchError
@@ -42,7 +42,8 @@ def context_limit(config: EngineConfig, manifest: Manifest) -> int:
     built = manifest.max_context_len
     if config.max_context_len > built:
         raise ConfigError(
-            f"max_context_len: {config.max_context_len} is more than the engine's {built} tokens"
+            f"{label('max_context_len')}: {config.max_context_len} is more than the engine's "
+            f"{built} tokens"
         )
     return config.max_context_len or built
 

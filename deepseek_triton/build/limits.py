@@ -21,21 +21,20 @@ class CallLimits:
     compute_capabilities: tuple[str, ...] = ()  # "89" for 8.9; none: what the runtime takes
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("max_batch_size", 1, 4096),
-            ("max_prefill_rows", 1, 4096),
-            ("max_chunk_len", 1, 1 << 16),
-            ("max_context_len", 0, 1 << 24),
+        for variable, value, least, most in (
+            ("MAX_BATCH", self.max_batch_size, 1, 4096),
+            ("MAX_PREFILL", self.max_prefill_rows, 1, 4096),
+            ("MAX_CHUNK", self.max_chunk_len, 1, 1 << 16),
+            ("MAX_CONTEXT", self.max_context_len, 0, 1 << 24),
         ):
-            value = getattr(self, name)
             if not least <= value <= most:
-                raise ConfigError(f"{name}: {value} is not in {least} ... {most}")
+                raise ConfigError(f"{variable}: {value} is not in {least} ... {most}")
 
     def resolved(self, model_max_context_len: int) -> CallLimits:
         """Return these limits with a context length that the model has; ConfigError if not."""
         length = self.max_context_len or min(DEFAULT_CONTEXT_LEN, model_max_context_len)
         if length > model_max_context_len:
             raise ConfigError(
-                f"max_context_len: {length} is more than the model's {model_max_context_len} tokens"
+                f"MAX_CONTEXT: {length} is more than the model's {model_max_context_len} tokens"
             )
         return dataclasses.replace(self, max_context_len=length)

@@ -241,7 +241,7 @@ def _calibration_windows(
     tokens = token_stream(Tokenizer.load(checkpoint_dir), documents, needed)
     if len(tokens) < needed:
         raise ConfigError(
-            f"the calibration text has {len(tokens)} tokens, {needed} are needed: give a longer "
+            f"CALIBRATION: the text has {len(tokens)} tokens, {needed} are needed: give a longer "
             "one, or fewer or shorter windows"
         )
     return tokens.reshape(options.num_windows, options.window)

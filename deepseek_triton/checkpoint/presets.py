@@ -132,5 +132,5 @@ PRESETS = tuple(_PRESETS)
 def preset_config(name: str) -> dict[str, Any]:
     """Return a config of its own for one of PRESETS; ConfigError lists them for another name."""
     if name not in _PRESETS:
-        raise ConfigError(f"arch {name!r} is unknown; it must be one of {', '.join(PRESETS)}")
+        raise ConfigError(f"ARCH: {name!r} is unknown; it must be one of {', '.join(PRESETS)}")
     return copy.deepcopy(_COMMON | _PRESETS[name])

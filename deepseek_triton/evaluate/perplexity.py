@@ -51,7 +51,7 @@ def cut_windows(tokens: NDArray[np.int32], length: int, count: int) -> NDArray[n
     available = (len(tokens) - 1) // length
     if available < 1:
         raise ConfigError(
-            f"the text has {len(tokens)} tokens, one window takes {length + 1}: "
+            f"TEXT: it has {len(tokens)} tokens, one window takes {length + 1}: "
             "give a longer text or a smaller window"
         )
     chosen = np.linspace(0, available - 1, min(count, available)).round().astype(int)

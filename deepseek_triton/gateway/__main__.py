@@ -9,13 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import uvicorn
-
+from deepseek_triton.arguments import ArgumentParser, label, seconds, whole_number
 from deepseek_triton.errors import DeepseekTritonError
-from deepseek_triton.gateway.app import create_app
 from deepseek_triton.gateway.config import GatewayOptions
 from deepseek_triton.gateway.keys import new_key
 from deepseek_triton.gateway.served_model import ServedModel
+from deepseek_triton.gateway.serving import interrupt_on_signals, make_server
 from deepseek_triton.log import configure_logging
 
 logger = logging.getLogger("deepseek_triton.gateway")
@@ -27,24 +26,28 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     add = parser.add_argument
     add("--gateway-host", default=defaults.host, help="address to listen on; 0.0.0.0 lets other "
         "machines in (default: %(default)s)")  # fmt: skip
-    add("--gateway-port", type=int, default=defaults.port, help="(default: %(default)s)")
+    add("--gateway-port", type=whole_number(0, 65535), default=defaults.port,
+        help="(default: %(default)s)")  # fmt: skip
     add("--model-name", default="", help="the model's name (default: that of the checkpoint)")
     add("--chat-template", default="", metavar="FILE", help="in place of the checkpoint's own")
     add("--api-keys", default="", metavar="FILE", help="ask for API keys; see --new-key")
     add("--cors-origin", action="append", default=[], metavar="URL",
         help="let pages of this origin in; may be repeated")  # fmt: skip
-    add("--max-body-bytes", type=int, default=defaults.max_body_bytes, metavar="N",
+    add("--max-body-bytes", type=whole_number(1), default=defaults.max_body_bytes, metavar="N",
         help="longest request (default: %(default)s)")  # fmt: skip
-    add("--timeout", type=float, default=defaults.timeout_s, metavar="SECONDS",
+    add("--timeout", type=seconds, default=defaults.timeout_s, metavar="SECONDS",
         help="of one request (default: %(default)g)")  # fmt: skip
-    add("--body-timeout", type=float, default=defaults.body_timeout_s, metavar="SECONDS",
+    add("--body-timeout", type=seconds, default=defaults.body_timeout_s, metavar="SECONDS",
         help="for a client to send its request (default: %(default)g)")  # fmt: skip
 
 
 def options_from(
     parsed: argparse.Namespace, engine_dir: Path, servers: Sequence[str]
 ) -> GatewayOptions:
-    """Return the options of a command line that has `add_arguments`; raises ConfigError."""
+    """Return the options of a command line that has `add_arguments` and --exit-timeout.
+
+    Raises ConfigError.
+    """
     return GatewayOptions(
         engine_dir=engine_dir,
         servers=tuple(servers),
@@ -57,6 +60,7 @@ def options_from(
         max_body_bytes=parsed.max_body_bytes,
         timeout_s=parsed.timeout,
         body_timeout_s=parsed.body_timeout,
+        exit_timeout_s=parsed.exit_timeout,
     )
 
 
@@ -67,25 +71,9 @@ def load_model(options: GatewayOptions) -> ServedModel:
     )
 
 
-def make_server(options: GatewayOptions, model: ServedModel) -> uvicorn.Server:
-    """Return the HTTP server, not yet running. Raises ConfigError for a bad key file."""
-    config = uvicorn.Config(
-        create_app(options, model),
-        host=options.host,
-        port=options.port,
-        access_log=False,  # the gateway writes its own
-        log_level="warning",
-        timeout_graceful_shutdown=10,
-        # Longer than clients keep theirs: a request on a connection that closes is an error there.
-        timeout_keep_alive=75,
-        server_header=False,
-    )
-    return uvicorn.Server(config)
-
-
 def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after a stop by signal, 1 after a failure."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m deepseek_triton.gateway",
         description="OpenAI's HTTP API in front of Triton servers.",
     )
@@ -97,6 +85,13 @@ def main(arguments: list[str]) -> int:
         help="gRPC addresses of the servers (default: %(default)s)",
     )
     parser.add_argument("--new-key", metavar="NAME", help="print a new API key and its entry")
+    parser.add_argument(
+        "--exit-timeout",
+        type=seconds,
+        default=GatewayOptions(Path()).exit_timeout_s,
+        metavar="SECONDS",
+        help="for requests in flight when stopped (default: %(default)g)",
+    )
     add_arguments(parser)
     parsed = parser.parse_args(arguments)
     if parsed.new_key:
@@ -106,6 +101,7 @@ def main(arguments: list[str]) -> int:
     if not parsed.engine:
         parser.error("give --engine DIR (make gateway ENGINE=dir)")
     configure_logging()
+    interrupt_on_signals()
     try:
         options = options_from(parsed, Path(parsed.engine), parsed.triton.split(","))
         server = make_server(options, load_model(options))
@@ -116,7 +112,9 @@ def main(arguments: list[str]) -> int:
     except DeepseekTritonError as error:
         logger.error("%s", error)
         return 1
-    except SystemExit:  # uvicorn's, when the port is taken; its log says so
+    except SystemExit:  # uvicorn's, whose log gives the address and the reason
+        settings = " or ".join(map(label, ("--gateway-host", "--gateway-port")))
+        logger.error("the gateway cannot listen there; choose another %s", settings)
         return 1
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from deepseek_triton.gateway.call import (
     Origin,
     chat_calls,
     chat_prompt,
+    check_unicode,
     completion_calls,
 )
 from deepseek_triton.gateway.chat import ChatAnswer
@@ -32,6 +32,7 @@ from deepseek_triton.gateway.metrics import GatewayMetrics
 from deepseek_triton.gateway.page import add_page
 from deepseek_triton.gateway.pool import ServerPool
 from deepseek_triton.gateway.record import record_of
+from deepseek_triton.gateway.running import RunningRequests
 from deepseek_triton.gateway.schema import (
     ChatRequest,
     CompletionRequest,
@@ -42,8 +43,6 @@ from deepseek_triton.gateway.served_model import ServedModel
 from deepseek_triton.gateway.streaming import ClientGone, EventStream, unless_client_leaves
 from deepseek_triton.gateway.triton import Call, TritonServer
 from deepseek_triton.gateway.validation import validation_error
-
-_logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED_REQUEST = 499  # for the log alone: nobody reads it
 
@@ -122,6 +121,7 @@ class Gateway:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt", "send either prompt or messages")
         text = body.prompt if body.prompt is not None else chat_prompt(body, self._model)
+        check_unicode(text)
         tokens = self._model.tokenizer.encode(text)
         limit = self._model.max_context_len
         return {"tokens": tokens, "count": len(tokens), "max_model_len": limit}
@@ -193,11 +193,15 @@ class Gateway:
 
 
 def create_app(
-    options: GatewayOptions, model: ServedModel, servers: Sequence[TritonServer] | None = None
+    options: GatewayOptions,
+    model: ServedModel,
+    servers: Sequence[TritonServer] | None = None,
+    *,
+    requests: RunningRequests | None = None,
 ) -> FastAPI:
     """Return the ASGI application. Raises ConfigError for a key file that cannot be read.
 
-    `servers` stand in for those that `options` name.
+    `servers` stand in for those that `options` name. Who is to end `requests` passes them in.
     """
     keys = None if options.key_file is None else KeyRing(options.key_file)
     gateway = Gateway(options, model, servers)
@@ -221,7 +225,13 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Gate, options=options, metrics=gateway.metrics, keys=keys)
+    app.add_middleware(
+        Gate,
+        options=options,
+        metrics=gateway.metrics,
+        keys=keys,
+        requests=requests if requests is not None else RunningRequests(),
+    )
     return app
 
 
@@ -265,18 +275,12 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        request_id = record_of(request.scope).request_id
-        _logger.error("request %s failed", request_id, exc_info=error)
-        return answer(server_error(f"{type(error).__name__} in the gateway"), request)
-
     handlers: dict[type[Exception], Any] = {
         ApiError: api_error,
         InvalidRequestError: invalid,
         RequestValidationError: not_valid,
         StarletteHTTPException: http,
         ClientGone: gone,
-        Exception: unexpected,
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)

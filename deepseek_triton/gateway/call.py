@@ -167,7 +167,7 @@ def _choices(
             outputs += _TOP_LOG_PROBS
     if request.logit_bias:
         parameters = {**parameters, "logit_bias": json.dumps(request.logit_bias)}
-    _check_unicode(inputs)
+    check_unicode(inputs["text_input"], *inputs.get("stop_words", ()))
     affinity = request.prompt_cache_key or model.affinity(str(inputs["text_input"]))
     calls = []
     for index in range(request.n or 1):
@@ -185,10 +185,11 @@ def _choices(
     return calls
 
 
-def _check_unicode(inputs: dict[str, Any]) -> None:
+def check_unicode(*texts: str) -> None:
     """Raise ApiError for a text with a lone surrogate: JSON can spell one, UTF-8 cannot."""
     try:
-        "".join((inputs["text_input"], *inputs.get("stop_words", ()))).encode()
+        for text in texts:
+            text.encode()
     except UnicodeEncodeError as error:
         character = f"U+{ord(error.object[error.start]):04X}"
         raise bad_request(None, f"a text holds {character}, half of a surrogate pair") from error

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepseek_triton.arguments import label
 from deepseek_triton.errors import ConfigError
+
+_ADDRESS = re.compile(r"\S*[^\s:,]:[0-9]{1,5}")
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,20 @@ class GatewayOptions:
     max_body_bytes: int = 4 << 20
     timeout_s: float = 600.0  # of one request, from its arrival to its end
     body_timeout_s: float = 30.0  # for a client to send its request
+    exit_timeout_s: float = 10.0  # for requests in flight when stopped, before they are ended
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if not self.servers or not all(":" in server for server in self.servers):
-            raise ConfigError("--triton: give HOST:PORT of at least one server's gRPC service")
+        for server in self.servers or ("",):
+            if not _ADDRESS.fullmatch(server):
+                raise ConfigError(
+                    f"{label('--triton')}: {server!r} is not HOST:PORT of a server's gRPC service "
+                    "(make: its port is GRPC_PORT without TRITON)"
+                )
         if len(set(self.servers)) != len(self.servers):
-            raise ConfigError("--triton: a server is given twice")
+            raise ConfigError(f"{label('--triton')}: a server is given twice")
+        if not self.host:
+            raise ConfigError(f"{label('--gateway-host')}: empty; give an address like 127.0.0.1")
         for name, value in (
             ("--max-body-bytes", self.max_body_bytes),
             ("--timeout", self.timeout_s),
@@ -37,3 +49,5 @@ class GatewayOptions:
         ):
             if not value > 0:
                 raise ConfigError(f"{name}: {value} is not positive")
+        if not 0 <= self.exit_timeout_s < math.inf:
+            raise ConfigError(f"--exit-timeout: {self.exit_timeout_s:g} must be 0 or more seconds")

@@ -85,6 +85,17 @@ def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
     )
 
 
+def stopping() -> ApiError:
+    """Return the 503 of a request that the gateway ends, or does not begin, because it stops."""
+    return ApiError(
+        503,
+        "the gateway is shutting down; send the request again, to another one or a little later",
+        kind="server_error",
+        code="shutting_down",
+        headers={"Retry-After": "1"},
+    )
+
+
 def server_error(message: str) -> ApiError:
     """Return a 500."""
     return ApiError(500, message, kind="server_error", code="internal_error")

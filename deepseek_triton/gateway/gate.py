@@ -7,6 +7,7 @@ hide that the client is gone.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -17,15 +18,19 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from deepseek_triton.gateway.config import GatewayOptions
-from deepseek_triton.gateway.errors import ApiError
+from deepseek_triton.gateway.errors import ApiError, server_error, stopping
 from deepseek_triton.gateway.keys import KeyRing
 from deepseek_triton.gateway.metrics import GatewayMetrics
 from deepseek_triton.gateway.record import RequestRecord, attach
+from deepseek_triton.gateway.running import RunningRequests
+from deepseek_triton.gateway.streaming import EVENT_STREAM, event
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+_logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GUARDED = re.compile(r"/(v1/|tokenize$|detokenize$)")
@@ -36,12 +41,18 @@ class Gate:
     """ASGI middleware around the whole application."""
 
     def __init__(
-        self, app: App, options: GatewayOptions, metrics: GatewayMetrics, keys: KeyRing | None
+        self,
+        app: App,
+        options: GatewayOptions,
+        metrics: GatewayMetrics,
+        keys: KeyRing | None,
+        requests: RunningRequests,
     ) -> None:
         self._app = app
         self._options = options
         self._metrics = metrics
         self._keys = keys
+        self._requests = requests
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
@@ -55,23 +66,40 @@ class Gate:
         attach(scope, record)
         sender = _Sender(send, record)
         self._metrics.in_flight += 1
+        try:
+            with self._requests.hold():
+                await self._answer(scope, headers, receive, sender)
+        except ApiError as error:
+            await sender.end_with(error, scope, receive)
+        except asyncio.CancelledError:
+            if not self._requests.ended:
+                raise
+            await sender.end_with(stopping(), scope, receive)
+        except Exception as error:
+            # Not left to Starlette, which knows no streams and raises it again for uvicorn to log.
+            _logger.exception("request %s failed", request_id)
+            problem = server_error(f"{type(error).__name__} in the gateway")
+            await sender.end_with(problem, scope, receive)
+        finally:
+            self._finish(record)
+
+    async def _answer(
+        self, scope: MutableMapping[str, Any], headers: Headers, receive: Receive, sender: _Sender
+    ) -> None:
         leave: Callable[[], None] | None = None
+        record = sender.record
         try:
             leave = self._admit(scope, headers, record)
             body = await self._read_body(receive, headers.get("content-length", ""))
+            if self._requests.ended:  # before Python 3.12 wait_for may lose a cancellation
+                raise stopping()
             if body is None:
                 record.disconnected = True
             else:
                 await self._app(scope, _replay(body, receive), sender.send)
-        except ApiError as error:
-            if not sender.started:
-                record.error = error.code or error.kind
-                response = JSONResponse(error.body(), error.status, error.headers)
-                await response(scope, receive, sender.send)
         finally:
             if leave is not None:
                 leave()
-            self._finish(record)
 
     def _admit(
         self, scope: MutableMapping[str, Any], headers: Headers, record: RequestRecord
@@ -98,7 +126,11 @@ class Gate:
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except asyncio.TimeoutError:
-                raise ApiError(408, "the request's body did not arrive in time") from None
+                raise ApiError(
+                    408,
+                    f"the request's body did not arrive within {self._options.body_timeout_s:g} s",
+                    headers={"Connection": "close"},
+                ) from None
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
@@ -138,16 +170,34 @@ class _Sender:
 
     def __init__(self, send: Send, record: RequestRecord) -> None:
         self._send = send
-        self._record = record
-        self.started = False
+        self.record = record
+        self._started = self._finished = self._streams = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.started = True
-            self._record.status = message["status"]
-            request_id = (b"x-request-id", self._record.request_id.encode())
+            self._started = True
+            self.record.status = message["status"]
+            content_type = dict(message.get("headers", [])).get(b"content-type", b"")
+            self._streams = content_type.startswith(EVENT_STREAM)
+            request_id = (b"x-request-id", self.record.request_id.encode())
             message["headers"] = [*message.get("headers", []), request_id]
+        else:
+            self._finished = not message.get("more_body", False)
         await self._send(message)
+
+    async def end_with(
+        self, error: ApiError, scope: MutableMapping[str, Any], receive: Receive
+    ) -> None:
+        """Send `error` as the answer, or as the last event of a stream that has begun."""
+        if self._finished:
+            return
+        self.record.error = error.code or error.kind
+        if not self._started:
+            response = JSONResponse(error.body(), error.status, error.headers)
+            await response(scope, receive, self.send)
+        elif self._streams:
+            body = event(error.body())
+            await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

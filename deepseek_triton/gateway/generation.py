@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from deepseek_triton.gateway.errors import ApiError, server_error, timed_out
+from deepseek_triton.gateway.errors import timed_out
 from deepseek_triton.gateway.pool import ServerPool
 from deepseek_triton.gateway.record import RequestRecord
 from deepseek_triton.gateway.triton import Call, Piece
@@ -42,7 +42,7 @@ class Generation:
                 async for piece in only:
                     yield 0, piece
             return
-        queue: asyncio.Queue[tuple[int, Piece] | ApiError | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._fill(i, queue)) for i in range(len(self._calls))]
         try:
             running = len(tasks)
@@ -50,7 +50,7 @@ class Generation:
                 item = await queue.get()
                 if item is None:
                     running -= 1
-                elif isinstance(item, ApiError):
+                elif isinstance(item, Exception):
                     raise item
                 else:
                     yield item
@@ -70,18 +70,15 @@ class Generation:
         }
 
     async def _fill(
-        self, index: int, queue: asyncio.Queue[tuple[int, Piece] | ApiError | None]
+        self, index: int, queue: asyncio.Queue[tuple[int, Piece] | Exception | None]
     ) -> None:
         try:
             async with contextlib.aclosing(self._one(index)) as pieces:
                 async for piece in pieces:
                     queue.put_nowait((index, piece))
             queue.put_nowait(None)
-        except ApiError as error:
-            queue.put_nowait(error)
         except Exception as error:
-            queue.put_nowait(server_error(f"{type(error).__name__} in the gateway"))
-            raise
+            queue.put_nowait(error)
 
     async def _one(self, index: int) -> AsyncGenerator[Piece, None]:
         call = self._calls[index]

@@ -17,6 +17,7 @@ from deepseek_triton.gateway.record import record_of
 _T = TypeVar("_T")
 
 DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = b"text/event-stream"
 
 
 class ClientGone(Exception):
@@ -52,7 +53,7 @@ class EventStream(Response):
     Starlette's own StreamingResponse notices a client that left only when it sends.
     """
 
-    media_type = "text/event-stream"
+    media_type = EVENT_STREAM.decode()
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deepseek_triton.config import CacheConfig
+from deepseek_triton.config import CacheConfig, label
 from deepseek_triton.errors import ConfigError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 
@@ -38,8 +38,8 @@ def num_blocks_for(
     num_blocks = min(useful, budget // spec.bytes_per_block)
     if num_blocks < 1:
         raise ConfigError(
-            f"{key}: {budget} bytes hold no KV block, which takes {spec.bytes_per_block} bytes; "
-            "raise it, or set kv_cache_num_blocks"
+            f"{label(key)}: {budget} bytes hold no KV block, which takes "
+            f"{spec.bytes_per_block} bytes; raise it, or set {label('kv_cache_num_blocks')}"
         )
     return num_blocks
 

@@ -65,7 +65,7 @@ class OnnxRuntimeRunner:
         if manifest.draft_file is not None:
             paths.append(engine.path / manifest.draft_file)
         sessions = [open_session(path, num_threads) for path in paths]
-        pools = allocate_pools(self._spec, num_blocks + 1)  # the last block is for padding
+        pools = allocate_pools(self._spec, num_blocks)
         self._models = []
         for session in sessions:
             names = {value.name for value in session.get_inputs()}

@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from deepseek_triton.config import label
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.sizing import available_memory
 from deepseek_triton.kv_cache.spec import KVCacheSpec
@@ -61,19 +62,22 @@ def open_session(model_path: Path, num_threads: int) -> ort.InferenceSession:
 
 
 def allocate_pools(spec: KVCacheSpec, num_blocks: int) -> dict[str, NDArray[np.float32]]:
-    """Return the zeroed pools [num_blocks, block_size, width] of all layers by graph input.
+    """Return the zeroed pools [num_blocks + 1, block_size, width] of all layers by graph input.
+
+    The last block is for padding.
 
     Raises:
         ConfigError: less memory is available than the pools need.
     """
-    needed, available = spec.bytes_per_block * num_blocks, available_memory()
+    needed, available = spec.bytes_per_block * (num_blocks + 1), available_memory()
     problem = (
-        f"{num_blocks} KV blocks of {spec.bytes_per_block:,} bytes need {needed:,} bytes of memory"
+        f"{num_blocks} KV blocks of {spec.bytes_per_block:,} bytes and one for padding need "
+        f"{needed:,} bytes of memory"
     )
-    way_out = "lower kv_cache_num_blocks or kv_cache_memory_mb"
+    way_out = f"lower {label('kv_cache_num_blocks')} or {label('kv_cache_memory_mb')}"
     if 0 < available < needed:
         raise ConfigError(f"{problem}, {available:,} are available: {way_out}")
-    shape = (num_blocks, spec.block_size, spec.width)
+    shape = (num_blocks + 1, spec.block_size, spec.width)
     try:
         return {name: np.zeros(shape, spec.dtype) for name in spec.pool_names}
     except MemoryError as error:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
+from deepseek_triton.arguments import ArgumentParser, seconds, whole_number
 from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.build.manifest import MANIFEST_NAME
 from deepseek_triton.build.pipeline import is_current
 from deepseek_triton.errors import ConfigError, DeepseekTritonError
 from deepseek_triton.gateway.__main__ import add_arguments as add_gateway_arguments
+from deepseek_triton.gateway.serving import interrupt_on_signals
 from deepseek_triton.log import configure_logging
 from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
 from deepseek_triton.server.gateway import Gateway
@@ -26,7 +26,7 @@ logger = logging.getLogger("deepseek_triton.server")
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line; an empty --engine or --checkpoint counts as absent."""
     defaults = ServerOptions(Path())
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m deepseek_triton.server",
         description="Serve a DeepSeek engine with tritonserver until SIGINT or SIGTERM.",
         epilog="Arguments after -- go to tritonserver as they are. Settings of the engine are "
@@ -37,15 +37,21 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--checkpoint", default="", help="checkpoint folder; its engine is built first and kept")
     add("--host", default=defaults.host, help="address to listen on; 0.0.0.0 lets other "
         "machines in (default: %(default)s)")  # fmt: skip
-    add("--http-port", type=int, default=defaults.http_port, help="(default: %(default)s)")
-    add("--grpc-port", type=int, default=defaults.grpc_port, help="(default: %(default)s)")
-    add("--metrics-port", type=int, default=defaults.metrics_port, help="(default: %(default)s)")
+    port = whole_number(0, 65535)
+    add("--http-port", type=port, default=defaults.http_port, help="(default: %(default)s)")
+    add("--grpc-port", type=port, default=defaults.grpc_port, help="(default: %(default)s)")
+    add("--metrics-port", type=port, default=defaults.metrics_port, help="(default: %(default)s)")
     add("--model-repository", type=Path, default=default_model_repository(), metavar="DIR",
         help="(default: %(default)s)")  # fmt: skip
-    add("--log-verbose", type=int, default=0, help="tritonserver's verbosity (default: 0)")
-    add("--ready-timeout", type=float, default=defaults.ready_timeout_s, metavar="SECONDS",
+    add(
+        "--log-verbose",
+        type=whole_number(0),
+        default=0,
+        help="tritonserver's verbosity (default: 0)",
+    )
+    add("--ready-timeout", type=seconds, default=defaults.ready_timeout_s, metavar="SECONDS",
         help="for the models to load (default: %(default)g)")  # fmt: skip
-    add("--exit-timeout", type=int, default=defaults.exit_timeout_s, metavar="SECONDS",
+    add("--exit-timeout", type=whole_number(0), default=defaults.exit_timeout_s, metavar="SECONDS",
         help="for requests in flight when stopped (default: %(default)s)")  # fmt: skip
     add("--gateway", action="store_true", help="serve OpenAI's HTTP API too")
     add_gateway_arguments(parser.add_argument_group("with --gateway"))
@@ -87,8 +93,7 @@ def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after a stop by signal, 1 after a failure."""
     parsed = parse_arguments(arguments)
     configure_logging()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupt_on_signals()
     try:
         serve(parsed)
     except KeyboardInterrupt:
@@ -142,11 +147,6 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     at = arguments.index("--")
     return arguments[:at], arguments[at + 1 :]
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Take Ctrl-C's path, also where a shell started this process with SIGINT ignored."""
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

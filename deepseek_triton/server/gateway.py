@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepseek_triton.errors import ServerError
-from deepseek_triton.gateway.__main__ import load_model, make_server, options_from
+from deepseek_triton.gateway.__main__ import load_model, options_from
 from deepseek_triton.gateway.config import GatewayOptions
 from deepseek_triton.gateway.keys import read_key_file
 from deepseek_triton.gateway.served_model import ServedModel
+from deepseek_triton.gateway.serving import make_server
 from deepseek_triton.server.launcher import RunningServer
 from deepseek_triton.server.ports import resolve_ports
 
@@ -58,6 +59,8 @@ class Gateway:
         try:
             http.run()
         except KeyboardInterrupt:
+            if failures:
+                raise failures[0] from None
             if http.force_exit:  # a second one: nobody waits any more
                 server.kill()
             raise

@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import Mapping
 
+from deepseek_triton.arguments import label
 from deepseek_triton.errors import ServerError
 
 # Below Linux's default range for outgoing connections, one of which could take a port in between.
@@ -19,17 +20,23 @@ def resolve_ports(host: str, ports: Mapping[str, int]) -> dict[str, int]:
     Raises:
         ServerError: a port is out of range, given twice or in use; names the setting.
     """
+    if not host:
+        raise ServerError(f"{label('--host')}: empty; give an address like 127.0.0.1")
     taken: dict[int, str] = {}
     for setting, port in ports.items():
         if not 0 <= port <= 65535:
-            raise ServerError(f"{setting} {port}: a port is between 1 and 65535, 0 for a free one")
+            raise ServerError(
+                f"{label(setting)}: {port} is no port; it must be from 1 to 65535, or 0 for a "
+                "free one"
+            )
         if port in taken:
-            raise ServerError(f"{taken[port]} and {setting} are both {port}; change one of them")
+            raise ServerError(
+                f"{label(taken[port])} and {label(setting)} are both {port}; change one of them"
+            )
         if port and not _is_free(host, port):
-            variable = setting.lstrip("-").replace("-", "_").upper()
             raise ServerError(
                 f"port {port} on {host} is in use; stop what listens there or choose another "
-                f"with {setting} (make: {variable}=…)"
+                f"with {label(setting)}"
             )
         if port:
             taken[port] = setting
@@ -51,6 +58,8 @@ def _is_free(host: str, port: int) -> bool:
         ) from None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise ServerError(f"--host {host}: not an address of this machine ({error})") from None
+            raise ServerError(
+                f"{label('--host')}: {host!r} is not an address of this machine ({error})"
+            ) from None
         return False
     return True

@@ -18,12 +18,24 @@ _SUFFIXES = (".py", ".md", ".rst", ".txt")  # what is read of a folder or a whee
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "__pycache__"}
 
 
-def read_documents(path: Path) -> Iterator[str]:
+def read_documents(path: Path, setting: str = "TEXT") -> Iterator[str]:
     """Yield the UTF-8 texts at `path`, in the order of their names.
 
     A file is one document; of a folder or a wheel (any zip archive) every .py, .md, .rst and .txt
-    file is. Those that are not UTF-8 are left out, unless `path` names one. Raises ConfigError.
+    file is. Those that are not UTF-8 are left out, unless `path` names one.
+
+    Raises ConfigError, in which `setting` is what the user gave `path` as, also if there is none.
     """
+    found = False
+    for text in _texts_at(path, setting):
+        found = True
+        yield text
+    if not found:
+        kinds = ", ".join(_SUFFIXES)
+        raise ConfigError(f"{setting}: {path} holds no UTF-8 text (of {kinds}); give another")
+
+
+def _texts_at(path: Path, setting: str) -> Iterator[str]:
     try:
         if path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
@@ -35,7 +47,7 @@ def read_documents(path: Path) -> Iterator[str]:
         else:
             yield path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"text {path}: cannot be read as UTF-8 text ({error})") from error
+        raise ConfigError(f"{setting}: {path} cannot be read as UTF-8 text ({error})") from error
 
 
 def standard_library() -> Iterator[str]:

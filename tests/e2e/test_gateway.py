@@ -50,6 +50,15 @@ class Report(BaseModel):
 @contextlib.contextmanager
 def running_gateway(engine: Path, servers: str, log_path: Path, *more: str) -> Iterator[str]:
     """Run the gateway as `make gateway` does; yield its address."""
+    with gateway_process(engine, servers, log_path, *more) as (_, url):
+        yield url
+
+
+@contextlib.contextmanager
+def gateway_process(
+    engine: Path, servers: str, log_path: Path, *more: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run the gateway in the same way; yield its process as well."""
     port = resolve_ports("127.0.0.1", {"gateway": 0})["gateway"]
     command = [sys.executable, "-m", "deepseek_triton.gateway", "--engine", str(engine)]
     command += ["--triton", servers, "--gateway-port", str(port), *more]
@@ -57,7 +66,7 @@ def running_gateway(engine: Path, servers: str, log_path: Path, *more: str) -> I
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until(lambda: answers(f"{url}/ready"), 60.0, "the gateway is ready")
-            yield url
+            yield gateway, url
         finally:
             gateway.terminate()
 

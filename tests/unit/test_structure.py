@@ -16,7 +16,7 @@ MAX_MODEL_PY_LINES = 30
 
 # A module may import from its own row and the rows before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "log", "metrics"),
+    ("errors", "log", "metrics", "arguments"),
     ("config", "request", "wire"),
     ("checkpoint",),
     ("quantize",),

@@ -19,7 +19,9 @@ def test_the_context_limit_is_the_engines_or_a_smaller_one(setting: int, limit: 
 
 
 def test_a_larger_context_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_context_len: 101 is more than the engine's 100"):
+    with pytest.raises(
+        ConfigError, match=r"max_context_len \(.*\): 101 is more than the engine's 100"
+    ):
         context_limit(EngineConfig(engine_dir="e", max_context_len=101), MANIFEST)
 
 

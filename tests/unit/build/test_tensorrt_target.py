@@ -98,9 +98,9 @@ def test_an_engine_of_other_limits_or_version_is_not_current(
 def test_limits_have_a_context_that_the_model_has() -> None:
     assert CallLimits().resolved(163840).max_context_len == DEFAULT_CONTEXT_LEN
     assert CallLimits().resolved(4096).max_context_len == 4096
-    with pytest.raises(ConfigError, match="max_context_len: 5000 is more than the model's 4096"):
+    with pytest.raises(ConfigError, match="MAX_CONTEXT: 5000 is more than the model's 4096"):
         CallLimits(max_context_len=5000).resolved(4096)
-    with pytest.raises(ConfigError, match="max_batch_size: 0"):
+    with pytest.raises(ConfigError, match="MAX_BATCH: 0"):
         CallLimits(max_batch_size=0)
 
 

@@ -258,7 +258,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
 
     refused("METHOD: 'gptq' is not one of awq, rtn", method="gptq")
     refused("GROUP: 48 is not one of", group_size=48)
-    refused("the calibration text has .* tokens, 32768 are needed")
+    refused("CALIBRATION: the text has .* tokens, 32768 are needed")
     refused("window length: 5000 is more than the model's context", window=5000)
     refused("INT4 already", source=quantized)
     assert os.listdir(tmp_path) == []

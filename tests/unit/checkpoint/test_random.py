@@ -188,8 +188,8 @@ def test_the_command_writes_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("--out", ""), 2, "--out is empty: make checkpoint OUT=dir"),
-        (("--out", "x", "--arch", "v9"), 1, "error: arch 'v9' is unknown"),
+        (("--out", ""), 2, "error: OUT (--out): empty; make checkpoint OUT=dir"),
+        (("--out", "x", "--arch", "v9"), 1, "error: ARCH: 'v9' is unknown"),
         (("--out", "/proc/nope/out"), 1, "error: /proc/nope/out: the folder cannot be written"),
     ],
 )

@@ -14,7 +14,7 @@ from deepseek_triton.gateway.app import create_app
 from deepseek_triton.gateway.config import GatewayOptions
 from deepseek_triton.gateway.keys import new_key
 from deepseek_triton.gateway.triton import Piece, ServerRefusal
-from tests.unit.gateway.fakes import FOLDER, MODEL, FakeServer, chat, client, final, post
+from tests.unit.gateway.fakes import FOLDER, MODEL, FakeServer, chat, client, events, final, post
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "SECRET"}]}
 JSON = {"content-type": "application/json"}
@@ -188,9 +188,31 @@ def test_a_client_that_leaves_cancels_its_request(stream: bool, script: list[Any
     assert server.in_flight == 0
 
 
-def test_an_unforeseen_error_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    response = chat(FakeServer([RuntimeError("SECRET")]))
-    assert response.status_code == 500
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unforeseen_error_is_an_answer_too(
+    caplog: pytest.LogCaptureFixture, n: int, stream: bool
+) -> None:
+    logging.getLogger("deepseek_triton").propagate = True
+    with caplog.at_level(logging.INFO, "deepseek_triton"):
+        response = chat(FakeServer([RuntimeError("SECRET")]), n=n, stream=stream)
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
     assert "SECRET" not in response.text
+    assert response.headers["x-request-id"] in caplog.text
+    (line,) = {r.message for r in caplog.records if r.name.endswith("access")}
+    assert (json.loads(line)["status"], json.loads(line)["error"]) == (500, "internal_error")
+    causes = {r.message for r in caplog.records if r.exc_info and "SECRET" in str(r.exc_info[1])}
+    assert len(causes) == 1, "the log has the cause"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_unforeseen_error_in_a_stream_is_its_last_event(n: int) -> None:
+    parts = events(chat(FakeServer([Piece("a"), RuntimeError("SECRET")]), n=n, stream=True))
+    assert parts[-1]["error"]["code"] == "internal_error"
+    assert all("choices" in part for part in parts[:-1]) and len(parts) > 1
+    assert "SECRET" not in json.dumps(parts)
+
+
+def test_a_servers_refusal_without_a_field_is_its_own_fault() -> None:
     response = chat(FakeServer([ServerRefusal("x")]))
     assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")

@@ -196,4 +196,7 @@ def test_tokenize_and_detokenize() -> None:
     assert rendered.count(found["tokens"][0]) == 1, "exactly one BOS"
     assert post("/detokenize", {"tokens": []}).json()["prompt"] == ""
     assert post("/tokenize", {}).status_code == 400
+    for body in ({"prompt": LONE}, {"messages": [{**USER, "content": LONE}]}):
+        refused = post("/tokenize", encoded(body), headers={"content-type": "application/json"})
+        assert refused.status_code == 400 and "U+D800" in refused.json()["error"]["message"]
     assert post("/tokenize", {"prompt": "a", "messages": [USER]}).status_code == 400

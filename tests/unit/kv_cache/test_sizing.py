@@ -32,7 +32,9 @@ def test_no_more_blocks_than_all_requests_can_use():
 
 def test_memory_for_no_block_is_refused_with_the_setting_to_raise(monkeypatch):
     monkeypatch.setattr(sizing, "available_memory", lambda: SPEC.bytes_per_block)
-    with pytest.raises(ConfigError, match="kv_cache_memory_fraction: 256 bytes.*takes 1024 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_memory_fraction \(.*\): 256 bytes.*takes 1024 bytes"
+    ):
         sizing.num_blocks_for(CacheConfig(), SPEC, **LIMITS)
 
 

@@ -195,8 +195,11 @@ def test_the_threads_default_to_the_cores_of_the_process(
 
 
 def test_pools_that_do_not_fit_name_the_bytes_and_the_setting(engine: EngineDir) -> None:
-    with pytest.raises(ConfigError, match=r"need [\d,]+ bytes.*lower kv_cache_num_blocks"):
+    with pytest.raises(
+        ConfigError, match=r"need [\d,]+ bytes.*lower kv_cache_num_blocks"
+    ) as caught:
         OnnxRuntimeRunner(engine, num_blocks=10**9)
+    assert str(caught.value).startswith("1000000000 KV blocks "), "as many as were asked for"
 
 
 @pytest.mark.parametrize("setting", [{"num_blocks": 0}, {"num_blocks": 4, "num_threads": -1}])

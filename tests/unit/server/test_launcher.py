@@ -132,7 +132,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(
         port = taken.getsockname()[1]
         options = dataclasses.replace(make_options(), metrics_port=port)
         with (
-            pytest.raises(ServerError, match=f"port {port} .*--metrics-port.*METRICS_PORT"),
+            pytest.raises(ServerError, match=f"port {port} .*METRICS_PORT .--metrics-port"),
             running_server(options, log_path=tmp_path / "log", installation=installation),
         ):
             pass

@@ -33,8 +33,14 @@ def test_a_folder_and_its_archive_hold_the_same_documents(folder: Path, tmp_path
 
 def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     for name in ("latin.txt", "missing.txt"):
-        with pytest.raises(ConfigError, match=f"text .*{name}: cannot be read"):
+        with pytest.raises(ConfigError, match=f"TEXT: .*{name} cannot be read"):
             list(read_documents(folder / name))
+
+
+def test_a_folder_without_texts_is_named_as_the_user_gave_it(tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"CALIBRATION: {tmp_path} holds no UTF-8 text"):
+        list(read_documents(tmp_path, "CALIBRATION"))
 
 
 def test_the_standard_library_is_a_mixture_of_python_sources() -> None:
