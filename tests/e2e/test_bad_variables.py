@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+MAKES_OWN = ("MAKELEVEL", "MAKEFLAGS", "MFLAGS")
 
 # In braces: folders of the test. The last part is what the message says beside the variable's name.
 CASES: tuple[tuple[str, str, str, str], ...] = (
@@ -90,8 +92,10 @@ def test_a_bad_value_is_refused_in_one_line(
     # The recipes as they are, with the Python that runs the tests in place of an installation.
     command = ["make", "--silent", "--old-file=setup", f"BIN={Path(sys.executable).parent}", target]
     command += [f"{name}={text}" for name, text in variables.items()]
+    # Not as a part of the make that runs the tests, which would number its lines and give it flags.
+    environment = {name: text for name, text in os.environ.items() if name not in MAKES_OWN}
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 2 and done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if not line.startswith("make: ")]
