@@ -92,7 +92,7 @@ check: setup-test ## lint, types and unit tests but those of the GPU kernels
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/pytest -q tests/unit tests/contract --ignore=tests/unit/kernels
+	@$(BIN)/pytest -q -n auto --dist loadfile tests/unit tests/contract --ignore=tests/unit/kernels
 
 test: setup-test ## every test, with real servers on free ports
 	@$(BIN)/pytest
