@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import logging
 import os
@@ -47,7 +49,8 @@ def create_engine_dir(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; make it `path`, durably, when the block ends well.
 
     An engine directory already at `path` is replaced only then. If the block raises (Ctrl-C
-    included), the sibling is removed and `path` stays as it was.
+    included), the sibling is removed and `path` stays as it was. So are those of builds that were
+    killed.
 
     Raises:
         BuildError: the parent cannot be written, the disk is full, or `path` is something else
@@ -57,7 +60,9 @@ def create_engine_dir(path: Path) -> Iterator[Path]:
     _refuse_foreign(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.tmp-", dir=path.parent))
+        lock = _locked(temporary)
     except OSError as error:
         raise BuildError(_write_problem(path, error)) from error
     try:
@@ -69,6 +74,28 @@ def create_engine_dir(path: Path) -> Iterator[Path]:
         raise BuildError(_write_problem(path, error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Return an open `folder` that this process locked; None if another one has."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        os.close(opened)
+        return None
+    return opened
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove temporary siblings of `path` whose build no longer runs: their locks went with it."""
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
+        if (lock := _locked(folder)) is not None:
+            logger.info("%s: left by a build that was killed; removed", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
 def describe_files(folder: Path) -> tuple[FileEntry, ...]:

@@ -7,6 +7,7 @@ renamed into place after its weight files are on disk. The folder becomes the ch
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -119,5 +120,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def map_floats(path: Path, shape: tuple[int, ...], *, new: bool = False) -> FloatFile:
-    """Map the file `path` of float32 [*shape]: to be read, or made of zeros and to be written."""
-    return np.memmap(path, np.float32, "w+" if new else "r", shape=shape)
+    """Map the file `path` of float32 [*shape]: to be read, or made of zeros and to be written.
+
+    Raises OSError, for a full disk too.
+    """
+    if new:
+        # All of its blocks, now: a write to a mapped file that finds the disk full is a SIGBUS.
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 4 * math.prod(shape))
+    return np.memmap(path, np.float32, "r+" if new else "r", shape=shape)

@@ -22,6 +22,7 @@ PIECE_BYTES = 1 << 20
 """Of a result, about what is converted at a time, so that it is still in the cache when written."""
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_NOT_FINITE = {np.dtype(np.float16): 0x7C00, _BFLOAT16: 0x7F80}  # bits of infinity
 
 
 def converted(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -42,14 +43,20 @@ def converted(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 def narrowed(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return `converted(values, dtype)` of the weight `name`.
 
-    Raises BuildError if `dtype` is float16 and cannot hold one of them.
+    Raises BuildError if a half precision that they do not have already cannot hold one of them, and
+    for NaN in float16.
     """
     array = converted(values, dtype)
-    if dtype == np.float16 and array.size and int((array.view(np.uint16) & 0x7FFF).max()) >= 0x7C00:
-        raise BuildError(
-            f"{name}: a weight is beyond the range of fp16 (65504); "
-            "build with PRECISION=bf16 or fp32"
-        )
+    limit = _NOT_FINITE.get(dtype)
+    if limit is None or not array.size or (dtype == _BFLOAT16 and values.dtype == dtype):
+        return array
+    if int((array.view(np.uint16) & 0x7FFF).max()) >= limit:
+        if np.isnan(array).any():
+            raise BuildError(f"{name}: a weight is NaN; the checkpoint is damaged")
+        other = "fp16 (65504); build with PRECISION=bf16 or fp32"
+        if dtype == _BFLOAT16:
+            other = "bf16 (3.39e38); build with PRECISION=fp32"
+        raise BuildError(f"{name}: a weight is beyond the range of {other}")
     return array
 
 

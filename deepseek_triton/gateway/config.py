@@ -33,7 +33,8 @@ class GatewayOptions:
     def __post_init__(self) -> None:
         """Check the values."""
         for server in self.servers or ("",):
-            if not _ADDRESS.fullmatch(server):
+            port = int(server.rpartition(":")[2]) if _ADDRESS.fullmatch(server) else 0
+            if not 1 <= port <= 65535 or "/" in server:
                 raise ConfigError(
                     f"{label('--triton')}: {server!r} is not HOST:PORT of a server's gRPC service "
                     "(make: its port is GRPC_PORT without TRITON)"

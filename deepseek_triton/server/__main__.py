@@ -11,6 +11,7 @@ from deepseek_triton.arguments import ArgumentParser, seconds, whole_number
 from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.build.manifest import MANIFEST_NAME
 from deepseek_triton.build.pipeline import is_current
+from deepseek_triton.config import EngineConfig
 from deepseek_triton.errors import ConfigError, DeepseekTritonError
 from deepseek_triton.gateway.__main__ import add_arguments as add_gateway_arguments
 from deepseek_triton.gateway.serving import interrupt_on_signals
@@ -77,6 +78,8 @@ def serve(parsed: argparse.Namespace) -> None:
         exit_timeout_s=parsed.exit_timeout,
         extra_args=tuple(parsed.extra_args),
     )
+    # The models check their settings too, but not before a server has started.
+    EngineConfig.from_parameters({"engine_dir": str(options.engine_dir)})
     gateway = Gateway.prepare(parsed, options.engine_dir) if parsed.gateway else None
     with running_server(options) as server:
         logger.info(

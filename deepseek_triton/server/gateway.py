@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepseek_triton.arguments import label
 from deepseek_triton.errors import ServerError
 from deepseek_triton.gateway.__main__ import load_model, options_from
 from deepseek_triton.gateway.config import GatewayOptions
@@ -36,6 +37,12 @@ class Gateway:
     def prepare(cls, parsed: argparse.Namespace, engine_dir: Path) -> Gateway:
         """Check all that can be checked before an engine is loaded; raises DeepseekTritonError."""
         options = options_from(parsed, engine_dir, GatewayOptions(Path()).servers)
+        for setting in ("--http-port", "--grpc-port", "--metrics-port"):
+            if options.port and options.port == getattr(parsed, setting[2:].replace("-", "_")):
+                raise ServerError(
+                    f"{label(setting)} and {label('--gateway-port')} are both {options.port}; "
+                    "change one of them"
+                )
         port = resolve_ports(options.host, {"--gateway-port": options.port})["--gateway-port"]
         if options.key_file is not None:
             read_key_file(options.key_file)

@@ -63,7 +63,10 @@ CASES: tuple[tuple[str, str, str, str], ...] = (
     ("gateway", "TRITON", "x", "not HOST:PORT"),
     ("gateway", "TRITON", "x:y", "not HOST:PORT"),
     ("gateway", "TRITON", "x:1,x:1", "given twice"),
+    ("gateway", "TRITON", "http://localhost:8001", "not HOST:PORT"),
     ("gateway", "GRPC_PORT", "x", "not HOST:PORT"),
+    ("gateway", "GRPC_PORT", "70000", "not HOST:PORT"),
+    ("up", "GATEWAY_PORT", "8000", "are both 8000"),
     ("up", "GATEWAY_PORT", "x", "from 0 to 65535"),
 )
 
@@ -74,6 +77,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "empty").mkdir()
     (folder / "short").write_text("hello")
     return {"empty": folder / "empty", "short": folder / "short", "new": folder / "new"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("NUM_THREADS", "abc"), ("NUM_THRAEDS", "1")])
+def test_a_bad_setting_is_refused_before_a_server_starts(
+    engine: Path, name: str, value: str
+) -> None:
+    variable = f"DEEPSEEK_TRITON_{name}"
+    done = subprocess.run(
+        [sys.executable, "-m", "deepseek_triton.server", "--engine", str(engine)],
+        cwd=ROOT, env={**os.environ, variable: value},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert variable in line
 
 
 @pytest.mark.parametrize(("target", "variable", "value", "words"), CASES, ids=lambda v: v[:20])

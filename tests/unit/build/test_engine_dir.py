@@ -41,6 +41,21 @@ def test_a_build_that_fails_leaves_what_was_there(engine: Path, error: type[Base
     assert os.listdir(engine.parent) == ["engine"]
 
 
+def test_what_a_killed_build_left_is_removed_and_a_running_build_is_not_disturbed(
+    write_engine: WriteEngine, tmp_path: Path
+) -> None:
+    killed = tmp_path / ".engine.tmp-1a2b3c"
+    killed.mkdir()
+    (killed / "weights.bin").write_bytes(b"half of them")
+    with create_engine_dir(tmp_path / "engine") as running:
+        write_engine(running)
+        assert not killed.exists()
+        with create_engine_dir(tmp_path / "engine") as other:
+            write_engine(other)
+        assert running.is_dir()
+    assert os.listdir(tmp_path) == ["engine"]
+
+
 def test_a_new_engine_replaces_the_old_one_only_at_the_end(
     write_engine: WriteEngine, engine: Path
 ) -> None:

@@ -60,7 +60,23 @@ def test_views_that_are_strided_unaligned_or_empty_convert_like_others(
 def test_the_largest_float16_is_held_and_the_next_value_is_not() -> None:
     below = np.nextafter(np.float32(65520), np.float32(0))  # rounds down to 65504
     assert narrowed("w", np.array([below, -below]), HALF).tolist() == [65504, -65504]
-    for beyond in (65520, -65520, np.inf, np.nan):
+    for beyond in (65520, -65520, np.inf):
         with pytest.raises(BuildError, match=r"^w: a weight is beyond the range of fp16"):
             narrowed("w", np.array([0, beyond], np.float32), HALF)
-    assert np.isinf(narrowed("w", np.array([np.inf], np.float32), BFLOAT16)).all()
+
+
+def test_the_largest_bfloat16_is_held_and_the_next_value_is_not() -> None:
+    largest = np.array([0x7F7F], np.uint16).view(BFLOAT16)
+    values = np.concatenate([largest, -largest]).astype(np.float32)
+    same_bits(narrowed("w", values, BFLOAT16), np.concatenate([largest, -largest]))
+    for beyond in (3.4e38, -3.4e38, np.inf):
+        with pytest.raises(BuildError, match=r"beyond the range of bf16 .* PRECISION=fp32"):
+            narrowed("w", np.array([0, beyond], np.float32), BFLOAT16)
+    stored = np.array([np.inf]).astype(BFLOAT16)
+    assert narrowed("w", stored, BFLOAT16) is stored, "what is stored so is left as it is"
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+def test_a_weight_that_is_no_number_is_not_said_to_be_too_large(dtype: np.dtype) -> None:
+    with pytest.raises(BuildError, match=r"^w: a weight is NaN"):
+        narrowed("w", np.array([0, np.nan, np.inf], np.float32), dtype)

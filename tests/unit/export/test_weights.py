@@ -154,6 +154,6 @@ def test_a_weight_beyond_float16_is_refused_by_name(
     with np.errstate(over="ignore"):
         values = np.array([1.0, large, 65504.0]).astype(stored)
     file.add("layers.3.o.weight", (3,), np.dtype(np.float16), [values])
-    message = r"^layers\.3\.o\.weight: a weight is beyond the range of fp16 \(65504\); build with"
-    with pytest.raises(BuildError, match=message):
+    reason = "is NaN" if large != large else r"is beyond the range of fp16 \(65504\); build with"
+    with pytest.raises(BuildError, match=r"^layers\.3\.o\.weight: a weight " + reason):
         file.write(tmp_path / "weights.bin", nothing)
