@@ -16,13 +16,8 @@ from onnx import helper
 from deepseek_triton.build.graph_passes import replace
 from deepseek_triton.export.functions import DOMAIN
 
-_CONSISTENT_GROUP = 32
+_LARGEST_CONSISTENT_GROUP = 32
 _EVEN = ["even_rows.padding", "even_rows.begin", "even_rows.tokens"]
-
-
-def is_consistent(group_size: int) -> bool:
-    """Whether the 4-bit kernel gives a row the same bits in any number of rows."""
-    return group_size <= _CONSISTENT_GROUP
 
 
 def pad_odd_rows(graph: onnx.GraphProto) -> None:
@@ -43,7 +38,8 @@ def pad_odd_rows(graph: onnx.GraphProto) -> None:
 def _needs_even_rows(node: onnx.NodeProto) -> bool:
     if node.op_type != "MatMulNBits" or helper.get_node_attr_value(node, "bits") != 4:
         return False
-    return not is_consistent(helper.get_node_attr_value(node, "block_size"))
+    group_size: int = helper.get_node_attr_value(node, "block_size")
+    return group_size > _LARGEST_CONSISTENT_GROUP
 
 
 def _padded(node: onnx.NodeProto, padded: dict[str, str]) -> Iterator[onnx.NodeProto]:

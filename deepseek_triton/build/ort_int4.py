@@ -60,15 +60,15 @@ class Int4Rewriter:
         self._done: dict[str, onnx.TensorProto] = {}
         self._rewritten = False
 
-    def rewrite(self, graph: onnx.GraphProto) -> bool:
+    def rewrite(self, graph: onnx.GraphProto) -> None:
         """Turn the INT4 calls of a portable `graph` into ONNX Runtime's; mutates it.
 
         A graph without any stays as it is, and so does a call whose group size the kernels do not
-        take: it is computed by its body, slowly. Returns whether there were any.
+        take: it is computed by its body, slowly.
         """
         calls = [node for node in graph.node if node.op_type in _CALLS and node.domain == DOMAIN]
         if not calls:
-            return False
+            return
         self._rewritten = True
         if self._level == _FAST:
             calls += [n for n in graph.node if _is_head(n) or n.op_type == "LatentAttention"]
@@ -82,7 +82,6 @@ class Int4Rewriter:
             weights.close()
         if self._level == _FAST:
             pad_odd_rows(graph)
-        return True
 
     def trim(self, graphs: Iterable[onnx.GraphProto]) -> None:
         """Cut off the end of the weights file that none of the finished `graphs` reads any more."""

@@ -39,9 +39,6 @@ class StoredWeights:
         """End the progress bar."""
         self.bar.close()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
     def tensor(self, name: str) -> onnx.TensorProto:
         """Return the initializer `name`."""
         tensor: onnx.TensorProto = self._tensors[name]

@@ -10,10 +10,12 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import helper
+from safetensors.numpy import load_file, save_file
 
 from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir
 from deepseek_triton.build.pipeline import build_engine, is_current
 from deepseek_triton.build.stored_weights import EXTRA_FILE
+from deepseek_triton.checkpoint.names import EMBEDDING
 from deepseek_triton.checkpoint.presets import preset_config
 from deepseek_triton.errors import ConfigError
 from deepseek_triton.request import RequestKey, SamplingParams
@@ -123,6 +125,30 @@ def test_at_level_4_company_does_not_change_a_bit(built: Path, threads: int) -> 
     np.testing.assert_array_equal(forward(runner, decodes), everyone)
     for count in range(1, len(decodes)):
         np.testing.assert_array_equal(forward(runner, decodes[:count]), everyone[:count])
+    runner.close()
+
+
+@pytest.mark.parametrize("value", [1e25, np.inf, np.nan])
+def test_a_row_that_is_not_finite_is_refused_and_its_partners_keep_their_bits(
+    tmp_path: Path, value: float
+) -> None:
+    """Kernels take rows two at a time, in the experts too: it is between them."""
+    options = packed_config(group_size=64), pack_quantized
+    int4, _ = write_int4_checkpoints(tmp_path, WIDE, *options, group_size=64)
+    loud = row(1, 3)
+    (file,) = [f for f in int4.glob("*.safetensors") if EMBEDDING in load_file(f)]
+    tensors = load_file(file)
+    tensors[EMBEDDING][loud.token_ids[-1]] = value
+    save_file(tensors, file)
+    build_engine(int4, tmp_path / "e")
+    assert "QMoE" in operators(tmp_path / "e")
+    runner = open_runner(tmp_path / "e")
+    quiet = [row(0, 4), row(2, 5)]
+    alone = np.concatenate([forward(runner, [one]) for one in quiet])
+    together = forward(runner, [quiet[0], loud, quiet[1]])
+    np.testing.assert_array_equal(together[[0, 2]], alone)
+    result = runner.run((quiet[0], loud, quiet[1]))
+    assert (result.token_ids < 0).tolist() == [False, True, False]
     runner.close()
 
 
