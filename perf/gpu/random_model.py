@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,10 @@ class Shapes:
     def require(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return ones of `shape`."""
         return np.broadcast_to(np.float32(1), shape)
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[NDArray[Any]]:
+        """Yield what `require` returns, as one block."""
+        yield self.require(name, shape)
 
     def int4(self, source: str) -> None:
         """No layer is INT4."""

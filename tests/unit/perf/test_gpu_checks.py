@@ -35,3 +35,21 @@ def test_every_kernel_case_can_be_listed() -> None:
 
     assert len(list(linear_check_cases.all_cases(sweep=True))) > 50
     assert attention_decode_cases and attention_prefill_cases
+
+
+@pytest.mark.parametrize(
+    "name", ["V2_LITE", "V3_LAYER", "DISTILL_LLAMA_8B", "DISTILL_QWEN_7B", "MOE_16B"]
+)
+def test_programs_of_random_weights_can_be_made(name: str) -> None:
+    import random_model
+
+    config = getattr(random_model, name)
+    spec = random_model.make_spec(config, num_hidden_layers=2)
+    program = random_model.make_program(spec, "bf16", 64)
+    int4 = random_model.quantized(program, 128)
+
+    embedding = program.tensors["embedding.weight"]
+    assert embedding.shape == (config["vocab_size"], config["hidden_size"])
+    codes = [t for name, t in int4.tensors.items() if name.endswith(".codes")]
+    assert codes and all(t.onnx_type == 21 for t in codes)  # UINT4
+    assert len(int4.calls) >= len(program.calls)
