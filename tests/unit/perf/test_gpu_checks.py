@@ -53,3 +53,18 @@ def test_programs_of_random_weights_can_be_made(name: str) -> None:
     codes = [t for name, t in int4.tensors.items() if name.endswith(".codes")]
     assert codes and all(t.onnx_type == 21 for t in codes)  # UINT4
     assert len(int4.calls) >= len(program.calls)
+
+
+def test_a_random_engine_is_an_engine(tmp_path: Path) -> None:
+    import random_engine
+    import random_model
+
+    from deepseek_triton.build.engine_dir import load_engine_dir
+
+    small = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    spec = random_model.make_spec(random_model.V2_LITE, vocab_size=1024, **small, **experts)
+    random_engine.write_random_engine(tmp_path / "engine", spec)
+
+    loaded = load_engine_dir(tmp_path / "engine")  # checks every file against the manifest
+    assert (loaded.manifest.target, loaded.manifest.model) == ("cuda", spec)
