@@ -35,6 +35,8 @@ DTYPES: dict[str, tuple[str, Any]] = {
     "frequency_penalty": ("FP32", np.float32),
     "seed": ("UINT64", np.uint64),
     "stop_words": ("BYTES", np.object_),
+    "guided_decoding_guide_type": ("BYTES", np.object_),
+    "guided_decoding_guide": ("BYTES", np.object_),
     "end_id": ("INT32", np.int32),
     "exclude_input_in_output": ("BOOL", np.bool_),
     "return_log_probs": ("BOOL", np.bool_),

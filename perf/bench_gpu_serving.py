@@ -1,8 +1,10 @@
 """What tritonserver adds to the cuda engine: tokens per second at 1, 8 and 64 streams.
 
 The same requests go, in turns, to the engine in a process of its own and to a real tritonserver
-over gRPC: random prompts of about 128 tokens, 256 greedy tokens each, all sent at once.
-Clients are several processes, so that they are not what is measured.
+over gRPC: random prompts of about 128 tokens, 256 greedy tokens each, all sent at once. Under
+sustained load each of 64 streams sends eight requests, the next when one has ended, of 128 to 384
+tokens, so that prompts and tokens mix. Clients are several processes, so that they are not what is
+measured.
 
     python perf/bench_gpu_serving.py                   # makes a DeepSeek-V2-Lite of random weights
     python perf/bench_gpu_serving.py --engine <folder> # an engine built with TARGET=cuda
@@ -21,6 +23,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ STREAMS = (1, 8, 64)
 OUTPUT_TOKENS = 256
 WARM_UP_TOKENS = 16
 STREAMS_PER_CLIENT = 8
+SUSTAINED = "sustained"
+SUSTAINED_STREAMS, ROUNDS = 64, 8
 SETTLE_S = 0.4  # until the engine's metrics are up to date
 COUNTERS = (
     ("queue_us", 'nv_inference_queue_duration_us{model="postprocessing"'),
@@ -50,6 +55,31 @@ SETTINGS = {
 }
 
 
+@dataclass(frozen=True)
+class Load:
+    """Requests: each of `streams` sends `rounds`, one after the other, of `tokens` tokens each.
+
+    Of several rounds the lengths differ, by half at most.
+    """
+
+    streams: int
+    tokens: int
+    rounds: int = 1
+
+    def request(self, stream: int, turn: int) -> tuple[str, int]:
+        """Return the prompt and the number of tokens of a stream's request `turn`."""
+        tokens = self.tokens
+        if self.rounds > 1:
+            tokens += (stream * 37 + turn * 101) % (self.tokens + 1) - self.tokens // 2
+        return prompt(stream + turn * self.streams), tokens
+
+
+def loads(stream_counts: Sequence[int]) -> dict[str, Load]:
+    """Return what is measured, under its name in the result."""
+    named = {str(streams): Load(streams, OUTPUT_TOKENS) for streams in stream_counts}
+    return named | {SUSTAINED: Load(SUSTAINED_STREAMS, OUTPUT_TOKENS, ROUNDS)}
+
+
 def engine_worker(engine_dir: Path, stream_counts: Sequence[int]) -> None:
     """Measure EngineLoop in this process at each number of streams; print JSON."""
     from deepseek_triton.backend.opening import open_engine
@@ -63,30 +93,44 @@ def engine_worker(engine_dir: Path, stream_counts: Sequence[int]) -> None:
     engine, _ = open_engine(config)
     measured: dict[str, Any] = {"load_s": time.perf_counter() - started}
     tokenizer = Tokenizer.load(engine_dir)
-    for streams in stream_counts:
-        prompts = [tuple(tokenizer.encode(prompt(i))) for i in range(streams)]
-        _run_engine(engine, prompts, WARM_UP_TOKENS)
-        measured[str(streams)] = _run_engine(engine, prompts, OUTPUT_TOKENS)
+    for name, load in loads(stream_counts).items():
+        _run_engine(engine, tokenizer, replace(load, tokens=WARM_UP_TOKENS, rounds=1))
+        measured[name] = _run_engine(engine, tokenizer, load)
     print(json.dumps(measured))
     engine.close()
 
 
-def _run_engine(engine: Any, prompts: list[tuple[int, ...]], tokens: int) -> dict[str, float]:
+def _run_engine(engine: Any, tokenizer: Any, load: Load) -> dict[str, float]:
     from deepseek_triton.request import Request, RequestKey, TokenOutput
 
-    measured = [Stream() for _ in prompts]
+    measured = [Stream() for _ in range(load.streams)]
     ended = threading.Semaphore(0)
-    before = engine.stats()
-    started = time.perf_counter()
-    for index, ids in enumerate(prompts):
+    requests = [
+        [
+            Request(RequestKey(f"{load}-{stream}-{turn}"), tuple(tokenizer.encode(text)), tokens)
+            for turn in range(load.rounds)
+            for text, tokens in [load.request(stream, turn)]
+        ]
+        for stream in range(load.streams)
+    ]
 
-        def take(output: TokenOutput, stream: Stream = measured[index]) -> None:
-            stream.take(len(output.token_ids))
-            if output.finish_reason is not None:
+    def send(stream: int, turn: int) -> None:
+        def take(output: TokenOutput) -> None:
+            measured[stream].take(len(output.token_ids))
+            if output.finish_reason is None:
+                return
+            if turn + 1 < load.rounds:
+                send(stream, turn + 1)
+            else:
                 ended.release()
 
-        engine.submit(Request(RequestKey(f"{tokens}-{index}"), ids, tokens), take)
-    for _ in prompts:
+        engine.submit(requests[stream][turn], take)
+
+    before = engine.stats()
+    started = time.perf_counter()
+    for stream in range(load.streams):
+        send(stream, 0)
+    for _ in range(load.streams):
         ended.acquire()
     after = engine.stats()
     names = ("steps_total", "step_seconds_total", "runner_seconds_total")
@@ -99,8 +143,8 @@ def per_step(steps: float, step_s: float, runner_s: float) -> dict[str, float]:
     return {"steps": steps, "step_s": step_s / steps, "runner_s": runner_s / steps}
 
 
-def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
-    """Send requests first … first + streams − 1, each on a stream of its own; print JSON.
+def client_worker(url: str, first: int, streams: int, load: Load) -> None:
+    """Be the load's streams first … first + streams − 1; print JSON.
 
     A response may hold several tokens, so their number is what the server reports at the end.
     """
@@ -110,25 +154,27 @@ def client_worker(url: str, first: int, streams: int, tokens: int) -> None:
     input("ready\n")  # the parent starts all clients at once
 
     def consume(index: int) -> None:
-        count, times = 0, []
-        chunks = stream_grpc(
-            prompt(first + index),
-            url=url,
-            max_tokens=tokens,
-            end_id=-1,
-            outputs=("text_output", "num_output_tokens"),
-            return_num_output_tokens=True,
-        )
-        for chunk in chunks:
-            times.append(time.time())
-            reported = chunk.outputs.get("num_output_tokens")
-            count = count if reported is None else int(reported.flat[0])
-        results[index] = {
-            "tokens": count,
-            "first": times[0],
-            "last": times[-1],
-            "gaps": [b - a for a, b in zip(times, times[1:], strict=False)],
-        }
+        tokens, firsts, gaps, last = 0, [], [], 0.0
+        for turn in range(load.rounds):
+            text, wanted = load.request(first + index, turn)
+            count, times = 0, []
+            chunks = stream_grpc(
+                text,
+                url=url,
+                max_tokens=wanted,
+                end_id=-1,
+                outputs=("text_output", "num_output_tokens"),
+                return_num_output_tokens=True,
+            )
+            for chunk in chunks:
+                times.append(time.time())
+                reported = chunk.outputs.get("num_output_tokens")
+                count = count if reported is None else int(reported.flat[0])
+            tokens += count
+            gaps += [b - a for a, b in zip(times, times[1:], strict=False)]
+            firsts.append(times[0])
+            last = times[-1]
+        results[index] = {"tokens": tokens, "first": firsts[0], "last": last, "gaps": gaps}
 
     threads = [threading.Thread(target=consume, args=(i,)) for i in range(streams)]
     for thread in threads:
@@ -147,12 +193,13 @@ def counters(metrics_url: str) -> dict[str, float]:
     return {name: 0.0 if match is None else float(match[1]) for name, match in found.items()}
 
 
-def measure_server(url: str, metrics_url: str, streams: int, tokens: int) -> dict[str, Any]:
-    """Run `streams` requests from several client processes."""
+def measure_server(url: str, metrics_url: str, load: Load) -> dict[str, Any]:
+    """Run a load from several client processes."""
     clients = []
-    for first in range(0, streams, STREAMS_PER_CLIENT):
-        count = min(STREAMS_PER_CLIENT, streams - first)
-        command = [sys.executable, __file__, "--client", url, str(first), str(count), str(tokens)]
+    for first in range(0, load.streams, STREAMS_PER_CLIENT):
+        count = min(STREAMS_PER_CLIENT, load.streams - first)
+        command = [sys.executable, __file__, "--client", url, str(first), str(count)]
+        command += [str(load.streams), str(load.tokens), str(load.rounds)]
         clients.append(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
@@ -194,12 +241,11 @@ def serve(engine_dir: Path, stream_counts: Sequence[int]) -> dict[str, Any]:
     started = time.perf_counter()
     with running_server(options, log_path=log) as server:
         measured: dict[str, Any] = {"start_s": time.perf_counter() - started}
-        for streams in stream_counts:
-            for tokens in (WARM_UP_TOKENS, OUTPUT_TOKENS):
-                measured[str(streams)] = measure_server(
-                    server.grpc_url, server.metrics_url, streams, tokens
-                )
-            print(f"  server, {streams} streams: {measured[str(streams)]}", flush=True)
+        urls = server.grpc_url, server.metrics_url
+        for name, load in loads(stream_counts).items():
+            measure_server(*urls, replace(load, tokens=WARM_UP_TOKENS, rounds=1))
+            measured[name] = measure_server(*urls, load)
+            print(f"  server, {name} streams: {measured[name]}", flush=True)
     return measured
 
 
@@ -212,14 +258,14 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--server-only", action="store_true", help="do not measure the engine")
     parser.add_argument("--engine-worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--client", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--client", nargs=6, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine_worker:
         engine_worker(arguments.engine_worker, arguments.streams)
         return
     if arguments.client:
-        url, first, streams, tokens = arguments.client
-        client_worker(url, int(first), int(streams), int(tokens))
+        url, (first, streams, *load) = arguments.client[0], map(int, arguments.client[1:])
+        client_worker(url, first, streams, Load(*load))
         return
     measured: dict[str, Any] = {}
     engine_dir = arguments.engine
@@ -238,9 +284,9 @@ def main() -> None:
         measured["engine"] = json.loads(done.stdout.splitlines()[-1])
         print(f"  engine: {measured['engine']}", flush=True)
     measured["server"] = serve(engine_dir, arguments.streams)
-    for streams in map(str, arguments.streams) if "engine" in measured else ():
-        ours, engine = (measured[s][streams]["tokens_per_s"] for s in ("server", "engine"))
-        print(f"  {streams} streams: {ours:.0f} of {engine:.0f} tokens/s ({ours / engine:.1%})")
+    for name in loads(arguments.streams) if "engine" in measured else ():
+        ours, engine = (measured[s][name]["tokens_per_s"] for s in ("server", "engine"))
+        print(f"  {name} streams: {ours:.0f} of {engine:.0f} tokens/s ({ours / engine:.1%})")
     print(save_result("gpu_serving", measured))
 
 

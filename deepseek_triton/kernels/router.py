@@ -26,6 +26,7 @@ from deepseek_triton.kernels.routing import (
 )
 
 _FEW_TOKENS = 64  # beyond, the product takes the tensor cores
+_TILES_FILL_THE_CARD = 4096  # tokens
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ def choose_experts(
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     if tokens > _FEW_TOKENS:
         normed = rms_norm(x, norm_weight, eps)
-        _router_product[(triton.cdiv(tokens, 32), triton.cdiv(experts, 16))](
+        tile = _many_tile(tokens, experts, width)
+        _router_product[(triton.cdiv(tokens, tile.block_t), triton.cdiv(experts, tile.block_e))](
             normed, weight, logits, tokens, experts,
-            K=width, BLOCK_M=32, BLOCK_N=16, BLOCK_K=_block(width, 128), STAGES=3,
-            **dependent_launch(x),
+            K=width, BLOCK_M=tile.block_t, BLOCK_N=tile.block_e, BLOCK_K=tile.block_d, STAGES=3,
+            EXACT=x.dtype != torch.float32, num_warps=tile.warps, **dependent_launch(x),
         )  # fmt: skip
         return normed, *route(logits, routing, bias)
     tile = _tile(tokens, width)
@@ -96,6 +98,13 @@ def _tile(tokens: int, width: int) -> _Tile:
     if tokens <= 16:
         return _Tile(1, 2, _block(width, 2048), 1) if width <= 2048 else _Tile(2, 2, 2048, 4)
     return _Tile(4, 4, _block(width, 1024), 4)
+
+
+def _many_tile(tokens: int, experts: int, width: int) -> _Tile:
+    """Choose tiles of the tensor cores: large ones where there are enough to fill the card."""
+    if tokens >= _TILES_FILL_THE_CARD:
+        return _Tile(64, min(64, _block(experts, 64)), _block(width, 64), 4)
+    return _Tile(32, 16, _block(width, 128), 4)
 
 
 def _block(width: int, limit: int) -> int:
@@ -198,9 +207,13 @@ def _choose_few(
 def _router_product(
     a_ptr, weight_ptr, logits_ptr, tokens, experts,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile; three TF32 products make up for the bits that one leaves out."""
+    """Logits of a tile, as exact as sums in float32.
+
+    TF32 has 11 bits of a number. EXACT: those are all that 16-bit activations have, and a weight is
+    the sum of its first 11 bits and the next. Else three products make up for what one leaves out.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid_m = (m < tokens)[:, None]
@@ -211,6 +224,12 @@ def _router_product(
         k = start + tl.arange(0, BLOCK_K)[None, :]
         a = tl.load(a_ptr + m.to(tl.int64)[:, None] * K + k, mask=valid_m & (k < K), other=0)
         w = tl.load(weight_ptr + n[:, None] * K + k, mask=valid_n & (k < K), other=0)
-        acc = tl.dot(a.to(tl.float32), w.to(tl.float32).T, acc, input_precision="tf32x3")
+        a, w = a.to(tl.float32), w.to(tl.float32)
+        if EXACT:
+            high = (w.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            acc = tl.dot(a, (w - high).T, acc, input_precision="tf32")
+            acc = tl.dot(a, high.T, acc, input_precision="tf32")
+        else:
+            acc = tl.dot(a, w.T, acc, input_precision="tf32x3")
     at = logits_ptr + m[:, None] * experts + n[None, :]
     tl.store(at, acc, mask=valid_m & (n < experts)[None, :])

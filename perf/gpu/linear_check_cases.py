@@ -234,6 +234,7 @@ def routing_cases() -> Iterator[Case]:
         for tokens in (1, 8, 64, 1024):
             yield route_case(f"route {name} T={tokens}", routing, tokens)
             yield router_case(f"router {name} T={tokens}", routing, width, tokens)
+    yield router_case("router v2 T=8192", V2_ROUTING, 2048, 8192)
     for tokens in (8, 64, 65, 1024, 8192):
         yield group_case(tokens)
 
