@@ -253,7 +253,9 @@ class Scheduler:
         """Give `entry` free blocks for up to `wanted` tokens more; return how many tokens fit."""
         held = len(entry.block_table)
         missing = self._spec.blocks_for(entry.num_cached + wanted) - held
-        blocks = self._pool.allocate(min(max(missing, 0), self._pool.num_free))
+        if missing <= 0:
+            return wanted
+        blocks = self._pool.allocate(min(missing, self._pool.num_free))
         if blocks:
             entry.block_table.append(blocks)
             entry.blocks_allocated += len(blocks)
@@ -279,6 +281,8 @@ class Scheduler:
         A request starts only if all its tokens fit beside what the running ones need soon:
         otherwise the next decode would preempt it again.
         """
+        if not self._waiting:
+            return
         reserved = sum(self._reserve(entry) for entry in self._running)
         while self._waiting and len(self._running) < self._config.max_batch_size and plan.budget:
             entry = self._waiting[0]

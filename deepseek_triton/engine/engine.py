@@ -20,6 +20,7 @@ from deepseek_triton.runner.base import ModelRunner, Speculation, StepResult
 from deepseek_triton.scheduler import ScheduledRow, ScheduledStep, Scheduler
 
 _logger = logging.getLogger(__name__)
+_NOTHING_MORE = Speculation()
 
 
 class Engine(Protocol):
@@ -212,13 +213,16 @@ class StepEngine:
 
     def _update(self, step: ScheduledStep, result: StepResult) -> None:
         now_ns = time.time_ns()
-        speculation = result.speculation or (Speculation(),) * len(step.rows)
-        pairs = list(zip(step.rows, speculation, strict=True))
-        self._scheduler.commit(
-            step,
-            {row.request_key: len(more.token_ids) for row, more in pairs},
-            {row.request_key: len(self._usable_drafts(row, more)) for row, more in pairs},
-        )
+        if result.speculation:
+            pairs = list(zip(step.rows, result.speculation, strict=True))
+            self._scheduler.commit(
+                step,
+                {row.request_key: len(more.token_ids) for row, more in pairs},
+                {row.request_key: len(self._usable_drafts(row, more)) for row, more in pairs},
+            )
+        else:
+            pairs = [(row, _NOTHING_MORE) for row in step.rows]
+            self._scheduler.commit(step)
         tops = result.top_log_probs or ((),) * len(step.rows)
         firsts = zip(result.token_ids.tolist(), result.log_probs.tolist(), tops, strict=True)
         for (row, more), (token_id, log_prob, top) in zip(pairs, firsts, strict=True):

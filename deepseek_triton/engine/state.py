@@ -27,6 +27,7 @@ class RequestState:
         "_end_ids",
         "_generator",
         "_next_index",
+        "_plain",
         "_prompt_len",
         "_tokens",
         "_uniforms",
@@ -58,6 +59,9 @@ class RequestState:
             self._generator = np.random.Generator(np.random.Philox(request.sampling.seed))
         self._uniforms: list[float] = []
         self.guide = None if request.guide is None else request.guide.start()
+        self._plain: RowSampling | None = (
+            None  # one object for all tokens: made once a step, it shows
+        )
         self.draft_token_ids: tuple[int, ...] = ()  # guesses of the tokens after the last one
         self._next_index = 0
         self.num_output = 0
@@ -81,6 +85,10 @@ class RequestState:
                 sampling=None,
                 next_token_id=next_token,
             )
+        if not row.num_drafts:
+            return StepRow(
+                row.request_key, token_ids, row.context_len, row.block_table, self._sampling(())
+            )
         drafts = self.draft_token_ids[: row.num_drafts]
         samplings = [self._sampling(drafts[:count]) for count in range(len(drafts) + 1)]
         return StepRow(
@@ -95,6 +103,8 @@ class RequestState:
 
     def _sampling(self, drafts: tuple[int, ...]) -> RowSampling:
         """How to draw the token after the known ones and `drafts`."""
+        if self._plain is not None:
+            return self._plain
         params = self.request.sampling
         prompt = output = _NO_TOKENS
         if params.penalized:
@@ -106,7 +116,7 @@ class RequestState:
             if drafts:
                 output = np.concatenate([output, np.array(drafts, np.int32)])
         ban = self.num_output + len(drafts) < params.min_tokens
-        return RowSampling(
+        sampling = RowSampling(
             params=params,
             uniform=self._uniform(len(drafts)),
             banned_id=self.request.end_id if ban else None,
@@ -115,6 +125,9 @@ class RequestState:
             more_banned_ids=self.request.more_end_ids if ban else (),
             allowed=None if self.guide is None else self.guide.allowed(),
         )
+        if sampling.plain and self.guide is None:  # and so for every token from here on
+            self._plain = sampling
+        return sampling
 
     def _uniform(self, ahead: int) -> float:
         """The number for the output token `ahead` of the next one: each token has its own.

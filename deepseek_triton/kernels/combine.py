@@ -58,7 +58,7 @@ def combine_project(
         _combine_project_one[(heads * triton.cdiv(v_dim, block_v),)](
             values, lse, w_uv, out, splits,
             BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=max(16, triton.next_power_of_2(rank)),
-            BLOCK_V=block_v, num_warps=8, **sizes, **dependent_launch(values),
+            BLOCK_V=block_v, num_warps=2, **sizes, **dependent_launch(values),
         )  # fmt: skip
         return out
     tile = tile or ProjectTile(32 if batch <= 16 else 64, 128, 4, 3)

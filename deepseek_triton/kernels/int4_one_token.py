@@ -23,7 +23,7 @@ _ROWS = tl.constexpr(8)  # of a matrix that a program takes
 # Warps that share a row, and how many times they take two blocks before the first is at work. All
 # programs of DeepSeek-V2-Lite's experts run at once on an H200: 22 of one warp on each
 # multiprocessor, or two of eight. One register set too many, and the last wait for the first.
-_SHORT_ROWS, _LONG_ROWS = (1, 2), (8, 2)
+_SHORT_ROWS, _LONG_ROWS = (2, 2), (8, 2)
 _ONE_WARP_REGISTERS = 88
 
 

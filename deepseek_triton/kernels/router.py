@@ -26,7 +26,7 @@ from deepseek_triton.kernels.routing import (
 )
 
 _FEW_TOKENS = 64  # beyond, the product takes the tensor cores
-_TILES_FILL_THE_CARD = 4096  # tokens
+_WIDE_TILES = 4096 * 64  # logits
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def _tile(tokens: int, width: int) -> _Tile:
 
 
 def _many_tile(tokens: int, experts: int, width: int) -> _Tile:
-    """Choose tiles of the tensor cores: large ones where there are enough to fill the card."""
-    if tokens >= _TILES_FILL_THE_CARD:
-        return _Tile(64, min(64, _block(experts, 64)), _block(width, 64), 4)
+    """Choose tiles of the tensor cores: wide ones where there are enough to fill the card."""
+    if tokens * experts >= _WIDE_TILES:
+        return _Tile(32, _block(experts, 64), _block(width, 64), 4)
     return _Tile(32, 16, _block(width, 128), 4)
 
 
@@ -213,6 +213,7 @@ def _router_product(
 
     TF32 has 11 bits of a number. EXACT: those are all that 16-bit activations have, and a weight is
     the sum of its first 11 bits and the next. Else three products make up for what one leaves out.
+    Each block of K has a sum of its own: the tensor cores cut off what they add to a large one.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -227,8 +228,8 @@ def _router_product(
         a, w = a.to(tl.float32), w.to(tl.float32)
         if EXACT:
             high = (w.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-            acc = tl.dot(a, (w - high).T, acc, input_precision="tf32")
-            acc = tl.dot(a, high.T, acc, input_precision="tf32")
+            low = tl.dot(a, (w - high).T, input_precision="tf32")
+            acc += tl.dot(a, high.T, low, input_precision="tf32")
         else:
             acc = tl.dot(a, w.T, acc, input_precision="tf32x3")
     at = logits_ptr + m[:, None] * experts + n[None, :]
