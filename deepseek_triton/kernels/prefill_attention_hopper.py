@@ -38,6 +38,8 @@ class HopperTile:
 
     block_n: int = 128
     stages: int = 2
+    late: bool = True  # old values are scaled after the next product of keys has started
+    turns: bool = False  # the halves start their products in turns
 
 
 def fits(
@@ -95,6 +97,7 @@ def prefill_attention_hopper(
         q_map, q_rope_map, k_map, k_rope_map, v_map, out, cu_q, cu_k, scale * LOG2_E,
         out.stride(0), out.stride(1),
         SHARING=heads // k.shape[1], DIM=dim, ROPE=rope, N=tile.block_n, STAGES=tile.stages,
+        LATE=tile.late, TURNS=tile.turns,
         num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
     return out
@@ -151,7 +154,7 @@ def _copy_all(
     """Send for the queries, then for keys and values in the order in which they are used."""
     q_map, q_rope_map, k_map, k_rope_map, v_map = maps
     q, q_rope, keys, ropes, values = buffers
-    q_ready, k_ready, k_free, v_ready, v_free = barriers
+    q_ready, k_ready, k_free, v_ready, v_free, _ = barriers
     mbarrier.expect(q_ready, 2 * 64 * (DIM + ROPE) * 2)
     for half in gl.static_range(2):
         _copy_tile(q_map, head, q_begin + half * 64, q_ready, q.index(half))
@@ -217,17 +220,25 @@ def _as_operand(weights, dtype: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    buffers, barriers, q, q_rope, weights, acc, top, total, position, scale, begin, end, tiles,
-    ROPE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    buffers, barriers, q, q_rope, weights, acc, decay, top, total, position, scale,
+    begin, end, tiles, half: gl.constexpr,
+    ROPE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
+    TURNS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles begin … end in; `weights` are those of the tile before, still to be used."""
     _, _, keys, ropes, values = buffers
-    _, k_ready, k_free, v_ready, v_free = barriers
+    _, k_ready, k_free, v_ready, v_free, turns = barriers
     OUT: gl.constexpr = acc.type.layout
     for i in range(begin, end):
+        if TURNS:
+            mbarrier.wait(turns.index(half), (i + half) & 1)
         scores = _multiply_keys(q, q_rope, keys, ropes, i, ROPE, STAGES)
         _await(v_ready, i - 1, STAGES)
+        if LATE:
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
         acc = warpgroup_mma(weights, values.index((i - 1) % STAGES), acc, is_async=True)
+        if TURNS:
+            mbarrier.arrive(turns.index(1 - half), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         start = (tiles - 1 - i) * N
@@ -240,9 +251,10 @@ def _attend(
             0, deps=[acc, weights, new_weights, top, total, decay]
         )
         mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
-        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
+        if not LATE:
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
         weights = new_weights
-    return weights, acc, top, total
+    return weights, acc, decay, top, total
 
 
 @gluon.jit
@@ -270,10 +282,11 @@ def _own_half(
     buffers, barriers, out_ptr, out_token, scale, first, queries, keys_seen, tiles, open_tiles,
     half: gl.constexpr,
     DIM: gl.constexpr, ROPE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    LATE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Compute and store 64 queries' results, from the tile with the last key down."""
     q_both, q_rope_both, keys, ropes, values = buffers
-    q_ready, k_ready, k_free, v_ready, v_free = barriers
+    q_ready, k_ready, k_free, v_ready, v_free, _ = barriers
     MMA: gl.constexpr = _product_layout(N)
     OUT: gl.constexpr = _product_layout(DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -290,21 +303,23 @@ def _own_half(
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_free.index(0), count=1)
     start = (tiles - 1) * N
-    exact, top, total, _ = _softmax(scores, position, start, top, total, scale, True)
+    exact, top, total, decay = _softmax(scores, position, start, top, total, scale, True)
     weights = _as_operand(exact, keys.dtype, OUT)
     if start + N > keys_seen:
         _await(v_ready, 0, STAGES)
         _clear_after(values.index(0), keys_seen - start, DIM, N)
     _await(k_ready, 1, STAGES, tiles > 1)
     masked = gl.maximum(tiles - open_tiles, 1)
-    weights, acc, top, total = _attend(
-        buffers, barriers, q, q_rope, weights, acc, top, total, position, scale, 1, masked, tiles,
-        ROPE, N, STAGES, True,
+    weights, acc, decay, top, total = _attend(
+        buffers, barriers, q, q_rope, weights, acc, decay, top, total, position, scale,
+        1, masked, tiles, half, ROPE, N, STAGES, LATE, TURNS, True,
     )  # fmt: skip
-    weights, acc, top, total = _attend(
-        buffers, barriers, q, q_rope, weights, acc, top, total, position, scale, masked, tiles,
-        tiles, ROPE, N, STAGES, False,
+    weights, acc, decay, top, total = _attend(
+        buffers, barriers, q, q_rope, weights, acc, decay, top, total, position, scale,
+        masked, tiles, tiles, half, ROPE, N, STAGES, LATE, TURNS, False,
     )  # fmt: skip
+    if LATE:
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
     _await(v_ready, tiles - 1, STAGES)
     acc = warpgroup_mma(weights, values.index((tiles - 1) % STAGES), acc, is_async=True)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
@@ -333,7 +348,7 @@ def _prefill_attention_hopper(
     q_map, q_rope_map, k_map, k_rope_map, v_map, out_ptr, cu_q_ptr, cu_k_ptr,
     scale, out_token, out_head,
     SHARING: gl.constexpr, DIM: gl.constexpr, ROPE: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Program (h, i, r) owns 128 queries of head h and row r, the last ones first."""
     head, row = gl.program_id(0), gl.program_id(2)
@@ -360,6 +375,7 @@ def _prefill_attention_hopper(
     barriers = (
         q_ready, _make_barriers(STAGES, 1), _make_barriers(STAGES, 2),
         _make_barriers(STAGES, 1), _make_barriers(STAGES, 2),
+        _make_barriers(2, 1),
     )  # fmt: skip
     fence_async_shared()
     maps = (q_map, q_rope_map, k_map, k_rope_map, v_map)
@@ -368,11 +384,11 @@ def _prefill_attention_hopper(
         [
             (_own_half, (
                 buffers, barriers, out_ptr, out_token, scale, first, queries, keys_seen, tiles,
-                open_tiles, 0, DIM, ROPE, N, STAGES,
+                open_tiles, 0, DIM, ROPE, N, STAGES, LATE, TURNS,
             )),
             (_own_half, (
                 buffers, barriers, out_ptr, out_token, scale, first, queries, keys_seen, tiles,
-                open_tiles, 1, DIM, ROPE, N, STAGES,
+                open_tiles, 1, DIM, ROPE, N, STAGES, LATE, TURNS,
             )),
             (_copy_all, (
                 maps, buffers, barriers, q_begin + first, k_begin, tiles, head,

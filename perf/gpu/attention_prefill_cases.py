@@ -45,7 +45,8 @@ def prefill_cases(sweep: bool) -> Iterator[Case]:
 
 def _hopper_tiles() -> Iterator[HopperTile]:
     """Yield the tiles of the Hopper kernel besides its own choice."""
-    yield HopperTile(block_n=64, stages=3)
+    for late, turns in ((False, False), (False, True), (True, True)):
+        yield HopperTile(late=late, turns=turns)
     yield HopperTile(block_n=64, stages=4)
 
 
