@@ -29,6 +29,7 @@ from deepseek_triton.kernels.paged_decode import LOG2_E
 HALF = 64  # queries of four warps: what the tensor cores take at once
 _HOPPER = (9, 0)
 _ALIGNMENT = 16  # bytes between rows that the tensor memory unit takes
+_HEADS_TOGETHER = 16  # so few that programs of the same head meet in the L2 cache
 _REGISTERS = 168  # of a thread on average: 12 warps fill a multiprocessor
 
 
@@ -92,11 +93,12 @@ def prefill_attention_hopper(
     if k_rope is not None:
         q_rope_map = _descriptor(q[..., dim:].transpose(0, 1), [1, HALF, rope])
         k_rope_map = _descriptor(k_rope[None], [1, tile.block_n, rope])
-    grid = (heads, triton.cdiv(max_q, 2 * HALF), len(cu_q) - 1)
+    together = max(n for n in range(1, _HEADS_TOGETHER + 1) if heads % n == 0)
+    grid = (together, triton.cdiv(max_q, 2 * HALF), (len(cu_q) - 1) * (heads // together))
     _prefill_attention_hopper[grid](
         q_map, q_rope_map, k_map, k_rope_map, v_map, out, cu_q, cu_k, scale * LOG2_E,
         out.stride(0), out.stride(1),
-        SHARING=heads // k.shape[1], DIM=dim, ROPE=rope, N=tile.block_n, STAGES=tile.stages,
+        HEADS=heads, SHARING=heads // k.shape[1], DIM=dim, ROPE=rope, N=tile.block_n, STAGES=tile.stages,
         LATE=tile.late, TURNS=tile.turns,
         num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
@@ -347,11 +349,13 @@ def _make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def _prefill_attention_hopper(
     q_map, q_rope_map, k_map, k_rope_map, v_map, out_ptr, cu_q_ptr, cu_k_ptr,
     scale, out_token, out_head,
-    SHARING: gl.constexpr, DIM: gl.constexpr, ROPE: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr,
+    HEADS: gl.constexpr, SHARING: gl.constexpr, DIM: gl.constexpr, ROPE: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Program (h, i, r) owns 128 queries of head h and row r, the last ones first."""
-    head, row = gl.program_id(0), gl.program_id(2)
+    """A program owns 128 queries of a head and row; those with the most keys come first."""
+    together = gl.num_programs(0)
+    head = gl.program_id(2) % (HEADS // together) * together + gl.program_id(0)
+    row = gl.program_id(2) // (HEADS // together)
     q_begin, k_begin = gl.load(cu_q_ptr + row), gl.load(cu_k_ptr + row)
     queries = gl.load(cu_q_ptr + row + 1) - q_begin
     keys_seen = gl.load(cu_k_ptr + row + 1) - k_begin
