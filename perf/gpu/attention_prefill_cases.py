@@ -9,6 +9,7 @@ import torch
 from attention_decode_cases import BLOCK_SIZE, NOPE, RANK, ROPE, SCALE, VALUE, WIDTH, make_cache
 from check_data import DEVICE, Case, poisoned, randn, relative, tile_name
 
+from deepseek_triton.kernels import prefill_attention_persistent as persistent
 from deepseek_triton.kernels.latent_prefill import (
     latent_attention_prefill,
     latent_attention_prefill_reference,
@@ -48,6 +49,13 @@ def _hopper_tiles() -> Iterator[HopperTile]:
     for late, turns in ((False, False), (False, True), (True, True)):
         yield HopperTile(late=late, turns=turns)
     yield HopperTile(block_n=64, stages=4)
+    for late, several, turns in (
+        (True, True, False),
+        (True, True, True),
+        (True, False, False),
+        (False, True, False),
+    ):
+        yield persistent.HopperTile(late=late, persistent=several, turns=turns)
 
 
 def kernel_cases(tile: PrefillTile | HopperTile) -> Iterator[Case]:
@@ -80,6 +88,8 @@ def prefill_kernel(
     context = context or [0] * len(new)
     totals = [n + c for n, c in zip(new, context, strict=True)]
     kind = "hopper" if isinstance(tile, HopperTile) else "portable"
+    if isinstance(tile, persistent.HopperTile):
+        kind = "persistent"
     sharing = f"/{groups}" if groups else ""
     name = f"{kind} {tile_name(tile)} new{sum(new)} ctx{sum(context)} rows{len(new)} h{heads}"
 
@@ -94,9 +104,10 @@ def prefill_kernel(
 
         def run(_: int, values: torch.Tensor = v) -> torch.Tensor:
             out = poisoned(*q.shape[:2], 128) if values is not v else None
-            return prefill_attention(
-                q, k, values, cu_q, cu_k, max_q=max(new), tile=tile, out=out, **common
-            )
+            attend = prefill_attention
+            if kind == "persistent":
+                attend = persistent.prefill_attention_hopper
+            return attend(q, k, values, cu_q, cu_k, max_q=max(new), tile=tile, out=out, **common)
 
         def error() -> float:
             """The relative error; infinite if a row of infinite values shows in others."""
