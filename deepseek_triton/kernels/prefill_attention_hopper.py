@@ -30,6 +30,7 @@ HALF = 64  # queries of four warps: what the tensor cores take at once
 _HOPPER = (9, 0)
 _ALIGNMENT = 16  # bytes between rows that the tensor memory unit takes
 _HEADS_TOGETHER = 16  # so few that programs of the same head meet in the L2 cache
+_SHORT = 256  # new tokens and, on average, keys of rows for which small tiles are faster
 _REGISTERS = 168  # of a thread on average: 12 warps fill a multiprocessor
 
 
@@ -39,8 +40,6 @@ class HopperTile:
 
     block_n: int = 128
     stages: int = 2
-    late: bool = True  # old values are scaled after the next product of keys has started
-    turns: bool = False  # the halves start their products in turns
 
 
 def fits(
@@ -85,7 +84,8 @@ def prefill_attention_hopper(
     if out is None:
         out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
     if tile is None:
-        tile = HopperTile()
+        short = max_q <= _SHORT and len(k) <= _SHORT * (len(cu_q) - 1)
+        tile = HopperTile(64, 4) if short else HopperTile()
     q_map = _descriptor(q[..., :dim].transpose(0, 1), [1, HALF, dim])
     k_map = _descriptor(k.transpose(0, 1), [1, tile.block_n, dim])
     v_map = _descriptor(v.transpose(0, 1), [1, tile.block_n, dim])
@@ -98,9 +98,8 @@ def prefill_attention_hopper(
     _prefill_attention_hopper[grid](
         q_map, q_rope_map, k_map, k_rope_map, v_map, out, cu_q, cu_k, scale * LOG2_E,
         out.stride(0), out.stride(1),
-        HEADS=heads, SHARING=heads // k.shape[1], DIM=dim, ROPE=rope, N=tile.block_n, STAGES=tile.stages,
-        LATE=tile.late, TURNS=tile.turns,
-        num_warps=4, maxnreg=_REGISTERS,
+        HEADS=heads, SHARING=heads // k.shape[1], DIM=dim, ROPE=rope, N=tile.block_n,
+        STAGES=tile.stages, num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -156,7 +155,7 @@ def _copy_all(
     """Send for the queries, then for keys and values in the order in which they are used."""
     q_map, q_rope_map, k_map, k_rope_map, v_map = maps
     q, q_rope, keys, ropes, values = buffers
-    q_ready, k_ready, k_free, v_ready, v_free, _ = barriers
+    q_ready, k_ready, k_free, v_ready, v_free = barriers
     mbarrier.expect(q_ready, 2 * 64 * (DIM + ROPE) * 2)
     for half in gl.static_range(2):
         _copy_tile(q_map, head, q_begin + half * 64, q_ready, q.index(half))
@@ -223,24 +222,18 @@ def _as_operand(weights, dtype: gl.constexpr, MMA: gl.constexpr):
 @gluon.jit
 def _attend(
     buffers, barriers, q, q_rope, weights, acc, decay, top, total, position, scale,
-    begin, end, tiles, half: gl.constexpr,
-    ROPE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
-    TURNS: gl.constexpr, MASKED: gl.constexpr,
+    begin, end, tiles,
+    ROPE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles begin … end in; `weights` are those of the tile before, still to be used."""
     _, _, keys, ropes, values = buffers
-    _, k_ready, k_free, v_ready, v_free, turns = barriers
+    _, k_ready, k_free, v_ready, v_free = barriers
     OUT: gl.constexpr = acc.type.layout
     for i in range(begin, end):
-        if TURNS:
-            mbarrier.wait(turns.index(half), (i + half) & 1)
         scores = _multiply_keys(q, q_rope, keys, ropes, i, ROPE, STAGES)
         _await(v_ready, i - 1, STAGES)
-        if LATE:
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
         acc = warpgroup_mma(weights, values.index((i - 1) % STAGES), acc, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - half), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         start = (tiles - 1 - i) * N
@@ -253,8 +246,6 @@ def _attend(
             0, deps=[acc, weights, new_weights, top, total, decay]
         )
         mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
-        if not LATE:
-            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
         weights = new_weights
     return weights, acc, decay, top, total
 
@@ -284,11 +275,10 @@ def _own_half(
     buffers, barriers, out_ptr, out_token, scale, first, queries, keys_seen, tiles, open_tiles,
     half: gl.constexpr,
     DIM: gl.constexpr, ROPE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    LATE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Compute and store 64 queries' results, from the tile with the last key down."""
     q_both, q_rope_both, keys, ropes, values = buffers
-    q_ready, k_ready, k_free, v_ready, v_free, _ = barriers
+    q_ready, k_ready, k_free, v_ready, v_free = barriers
     MMA: gl.constexpr = _product_layout(N)
     OUT: gl.constexpr = _product_layout(DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -314,14 +304,13 @@ def _own_half(
     masked = gl.maximum(tiles - open_tiles, 1)
     weights, acc, decay, top, total = _attend(
         buffers, barriers, q, q_rope, weights, acc, decay, top, total, position, scale,
-        1, masked, tiles, half, ROPE, N, STAGES, LATE, TURNS, True,
+        1, masked, tiles, ROPE, N, STAGES, True,
     )  # fmt: skip
     weights, acc, decay, top, total = _attend(
         buffers, barriers, q, q_rope, weights, acc, decay, top, total, position, scale,
-        masked, tiles, tiles, half, ROPE, N, STAGES, LATE, TURNS, False,
+        masked, tiles, tiles, ROPE, N, STAGES, False,
     )  # fmt: skip
-    if LATE:
-        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, OUT))[:, None]
     _await(v_ready, tiles - 1, STAGES)
     acc = warpgroup_mma(weights, values.index((tiles - 1) % STAGES), acc, is_async=True)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
@@ -350,7 +339,7 @@ def _prefill_attention_hopper(
     q_map, q_rope_map, k_map, k_rope_map, v_map, out_ptr, cu_q_ptr, cu_k_ptr,
     scale, out_token, out_head,
     HEADS: gl.constexpr, SHARING: gl.constexpr, DIM: gl.constexpr, ROPE: gl.constexpr,
-    N: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, TURNS: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A program owns 128 queries of a head and row; those with the most keys come first."""
     together = gl.num_programs(0)
@@ -379,7 +368,6 @@ def _prefill_attention_hopper(
     barriers = (
         q_ready, _make_barriers(STAGES, 1), _make_barriers(STAGES, 2),
         _make_barriers(STAGES, 1), _make_barriers(STAGES, 2),
-        _make_barriers(2, 1),
     )  # fmt: skip
     fence_async_shared()
     maps = (q_map, q_rope_map, k_map, k_rope_map, v_map)
@@ -388,11 +376,11 @@ def _prefill_attention_hopper(
         [
             (_own_half, (
                 buffers, barriers, out_ptr, out_token, scale, first, queries, keys_seen, tiles,
-                open_tiles, 0, DIM, ROPE, N, STAGES, LATE, TURNS,
+                open_tiles, 0, DIM, ROPE, N, STAGES,
             )),
             (_own_half, (
                 buffers, barriers, out_ptr, out_token, scale, first, queries, keys_seen, tiles,
-                open_tiles, 1, DIM, ROPE, N, STAGES, LATE, TURNS,
+                open_tiles, 1, DIM, ROPE, N, STAGES,
             )),
             (_copy_all, (
                 maps, buffers, barriers, q_begin + first, k_begin, tiles, head,

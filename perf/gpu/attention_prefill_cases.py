@@ -9,7 +9,6 @@ import torch
 from attention_decode_cases import BLOCK_SIZE, NOPE, RANK, ROPE, SCALE, VALUE, WIDTH, make_cache
 from check_data import DEVICE, Case, poisoned, randn, relative, tile_name
 
-from deepseek_triton.kernels import prefill_attention_persistent as persistent
 from deepseek_triton.kernels.latent_prefill import (
     latent_attention_prefill,
     latent_attention_prefill_reference,
@@ -46,16 +45,7 @@ def prefill_cases(sweep: bool) -> Iterator[Case]:
 
 def _hopper_tiles() -> Iterator[HopperTile]:
     """Yield the tiles of the Hopper kernel besides its own choice."""
-    for late, turns in ((False, False), (False, True), (True, True)):
-        yield HopperTile(late=late, turns=turns)
     yield HopperTile(block_n=64, stages=4)
-    for late, several, turns in (
-        (True, True, False),
-        (True, True, True),
-        (True, False, False),
-        (False, True, False),
-    ):
-        yield persistent.HopperTile(late=late, persistent=several, turns=turns)
 
 
 def kernel_cases(tile: PrefillTile | HopperTile) -> Iterator[Case]:
@@ -64,6 +54,8 @@ def kernel_cases(tile: PrefillTile | HopperTile) -> Iterator[Case]:
         yield prefill_kernel(*lengths, tile=tile)
     yield prefill_kernel([2000], [3000], tile=tile)
     yield prefill_kernel([1024], tile=tile)
+    yield prefill_kernel([1024] + [0] * 15, tile=tile)
+    yield prefill_kernel([700, 3396] + [0] * 62, tile=tile)
     yield prefill_kernel([1024], heads=128, tile=tile)
     yield prefill_kernel([2048], heads=128, tile=tile)
     yield prefill_kernel([4096], heads=32, groups=8, rope=0, tile=tile)
@@ -88,8 +80,6 @@ def prefill_kernel(
     context = context or [0] * len(new)
     totals = [n + c for n, c in zip(new, context, strict=True)]
     kind = "hopper" if isinstance(tile, HopperTile) else "portable"
-    if isinstance(tile, persistent.HopperTile):
-        kind = "persistent"
     sharing = f"/{groups}" if groups else ""
     name = f"{kind} {tile_name(tile)} new{sum(new)} ctx{sum(context)} rows{len(new)} h{heads}"
 
@@ -104,10 +94,9 @@ def prefill_kernel(
 
         def run(_: int, values: torch.Tensor = v) -> torch.Tensor:
             out = poisoned(*q.shape[:2], 128) if values is not v else None
-            attend = prefill_attention
-            if kind == "persistent":
-                attend = persistent.prefill_attention_hopper
-            return attend(q, k, values, cu_q, cu_k, max_q=max(new), tile=tile, out=out, **common)
+            return prefill_attention(
+                q, k, values, cu_q, cu_k, max_q=max(new), tile=tile, out=out, **common
+            )
 
         def error() -> float:
             """The relative error; infinite if a row of infinite values shows in others."""

@@ -31,7 +31,9 @@ def tensor_map(*block):
 
 
 kernel = module._prefill_attention_hopper
-sizes = dict(HEADS=16, SHARING={sharing}, DIM={dim}, ROPE={rope}, N={n}, STAGES={stages}, LATE=True, TURNS=False)
+sizes = dict(
+    HEADS=16, SHARING={sharing}, DIM={dim}, ROPE={rope}, N={n}, STAGES={stages}
+)
 rope = {rope} or {dim}
 pointer = dict(bfloat16="*bf16", float16="*fp16")["{dtype}"]
 signature = dict(
