@@ -13,6 +13,11 @@ import triton
 import triton.language as tl
 
 from deepseek_triton.kernels.paged_decode import LOG2_E
+from deepseek_triton.kernels.prefill_attention_hopper import (
+    HopperTile,
+    fits,
+    prefill_attention_hopper,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ def prefill_attention(
     scale: float,
     k_rope: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    tile: PrefillTile | None = None,
+    tile: PrefillTile | HopperTile | None = None,
 ) -> torch.Tensor:
     """Return softmax(q · keysᵀ · scale) · v [T, H, e], each query looking at itself and before.
 
@@ -53,8 +58,13 @@ def prefill_attention(
     H / G; k_rope [K, p] the part of the keys that all heads share, if there is one. Views may have
     any strides but in the last dimension, which is contiguous. Row i of the batch is queries
     cu_q[i] … cu_q[i + 1] and keys cu_k[i] … cu_k[i + 1] (int32, [R + 1]); the queries are the last
-    of the keys. `max_q` is the most queries of a row.
+    of the keys. `max_q` is the most queries of a row. The kernel is that of `tile`, else the
+    Hopper one where it fits.
     """
+    if isinstance(tile, HopperTile) or (tile is None and fits(q, k, v, k_rope)):
+        return prefill_attention_hopper(
+            q, k, v, cu_q, cu_k, max_q=max_q, scale=scale, k_rope=k_rope, out=out, tile=tile
+        )
     tokens, heads, width = q.shape
     dim, value_dim = k.shape[2], v.shape[2]
     if out is None:

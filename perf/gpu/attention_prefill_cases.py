@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from attention_decode_cases import BLOCK_SIZE, NOPE, RANK, ROPE, SCALE, VALUE, WIDTH, make_cache
-from check_data import DEVICE, Case, randn, relative
+from check_data import DEVICE, Case, poisoned, randn, relative, tile_name
 
 from deepseek_triton.kernels.latent_prefill import (
     latent_attention_prefill,
@@ -18,7 +18,13 @@ from deepseek_triton.kernels.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
+from deepseek_triton.kernels.prefill_attention_hopper import HopperTile
 from deepseek_triton.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
+
+_RAGGED = ([130] * 7, [0] * 7)
+_CHUNKS = ([130] * 3, [125] * 3)
+_ODD = ([1, 64, 129, 500, 257, 7], [200, 64, 1, 1000, 0, 121])
+_PORTABLE, _HOPPER = PrefillTile(128, 64, 8, 3), HopperTile()
 
 
 def prefill_cases(sweep: bool) -> Iterator[Case]:
@@ -27,15 +33,33 @@ def prefill_cases(sweep: bool) -> Iterator[Case]:
     yield prefill_whole([1, 64, 129, 500], [200, 64, 1, 1000])
     for tokens in (1024, 8192):
         yield prefill_whole([tokens], [0])
-        yield prefill_kernel(tokens, 16)
         yield prefill_library(tokens, 16)
-    yield prefill_kernel(2048, 128)
-    yield prefill_kernel(4096, 32, groups=8, rope=0)
-    tiles = ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3))
+    for tile in (_PORTABLE, _HOPPER, *(_hopper_tiles() if sweep else ())):
+        yield from kernel_cases(tile)
+    tiles = ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3))
     for tokens in (1024, 8192) if sweep else ():
-        for tile in tiles:
-            yield prefill_kernel(tokens, 16, tile=PrefillTile(*tile))
+        for sizes in tiles:
+            yield prefill_kernel([tokens], tile=PrefillTile(*sizes))
     yield norm_case()
+
+
+def _hopper_tiles() -> Iterator[HopperTile]:
+    """Yield the tiles of the Hopper kernel besides its own choice."""
+    yield HopperTile(block_n=64, stages=4)
+
+
+def kernel_cases(tile: PrefillTile | HopperTile) -> Iterator[Case]:
+    """Yield the shapes that every tile is checked and timed with."""
+    for lengths in (_RAGGED, _CHUNKS, _ODD):
+        yield prefill_kernel(*lengths, tile=tile)
+    yield prefill_kernel([2000], [3000], tile=tile)
+    yield prefill_kernel([1024], tile=tile)
+    yield prefill_kernel([1024] + [0] * 15, tile=tile)
+    yield prefill_kernel([700, 3396] + [0] * 62, tile=tile)
+    yield prefill_kernel([1024], heads=128, tile=tile)
+    yield prefill_kernel([2048], heads=128, tile=tile)
+    yield prefill_kernel([4096], heads=32, groups=8, rope=0, tile=tile)
+    yield prefill_kernel([8192], tile=tile)
 
 
 def prefill_flops(queries: int, heads: int, width: int = NOPE + ROPE + VALUE) -> float:
@@ -44,36 +68,62 @@ def prefill_flops(queries: int, heads: int, width: int = NOPE + ROPE + VALUE) ->
 
 
 def prefill_kernel(
-    tokens: int,
-    heads: int,
+    new: list[int],
+    context: list[int] | None = None,
+    *,
+    heads: int = 16,
     groups: int | None = None,
     rope: int = ROPE,
-    tile: PrefillTile | None = None,
+    tile: PrefillTile | HopperTile,
 ) -> Case:
-    """The flash kernel alone, on one prompt."""
-    name = f"prefill_attention t{tokens} h{heads}" + (f"/{groups}" if groups else "")
-    if tile is not None:
-        name = f"  {name} m{tile.block_m} n{tile.block_n} w{tile.warps} st{tile.stages}"
+    """The flash kernel alone, on rows of `new` tokens after `context` others."""
+    context = context or [0] * len(new)
+    totals = [n + c for n, c in zip(new, context, strict=True)]
+    kind = "hopper" if isinstance(tile, HopperTile) else "portable"
+    sharing = f"/{groups}" if groups else ""
+    name = f"{kind} {tile_name(tile)} new{sum(new)} ctx{sum(context)} rows{len(new)} h{heads}"
 
     def prepare() -> Callable[[int], torch.Tensor]:
-        q = randn(tokens, heads, NOPE + rope)
-        k, v = (randn(tokens, groups or heads, 128) for _ in "kv")
-        shared = randn(tokens, rope) if rope else None
-        cu = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+        q = randn(sum(new), heads, NOPE + rope)
+        k, v = (_ends_in_nan(sum(totals), groups or heads, 128) for _ in "kv")
+        shared = _ends_in_nan(sum(totals), rope) if rope else None
+        cu_q, cu_k = (
+            torch.tensor([0, *lens], device=DEVICE).cumsum(0).int() for lens in (new, totals)
+        )
         common = {"scale": SCALE, "k_rope": shared}
 
-        def run(_: int) -> torch.Tensor:
-            return prefill_attention(q, k, v, cu, cu, max_q=tokens, tile=tile, **common)
+        def run(_: int, values: torch.Tensor = v) -> torch.Tensor:
+            out = poisoned(*q.shape[:2], 128) if values is not v else None
+            return prefill_attention(
+                q, k, values, cu_q, cu_k, max_q=max(new), tile=tile, out=out, **common
+            )
 
-        run.want = lambda: prefill_attention_reference(q, k, v, cu, cu, **common)
+        def error() -> float:
+            """The relative error; infinite if a row of infinite values shows in others."""
+            found = relative(
+                run(0, v.clone()), prefill_attention_reference(q, k, v, cu_q, cu_k, **common)
+            )
+            lost = v.clone()
+            lost[cu_k[-2] :] = torch.inf
+            others = slice(0, int(cu_q[-2]))
+            same = torch.equal(run(0, lost)[others], run(0, v.clone())[others])
+            return found if same else float("inf")
+
+        run.error = error
         return run
 
-    def check(run: Any) -> float:
-        return relative(run(0), run.want()) if tokens * heads <= 2**17 and tile is None else 0.0
-
-    return Case(
-        name, prepare, check, flops=prefill_flops(tokens, heads, NOPE + rope + VALUE), calls=4
+    flops = sum(
+        prefill_flops(t, heads, NOPE + rope + VALUE) - prefill_flops(c, heads, NOPE + rope + VALUE)
+        for t, c in zip(totals, context, strict=True)
     )
+    return Case(name + sharing, prepare, lambda run: run.error(), flops=flops, calls=4)
+
+
+def _ends_in_nan(rows: int, *shape: int) -> torch.Tensor:
+    """Random rows, behind which memory is NaN."""
+    whole = poisoned(rows + 256, *shape)
+    whole[:rows] = randn(rows, *shape)
+    return whole[:rows]
 
 
 def prefill_library(tokens: int, heads: int) -> Case:
