@@ -57,9 +57,20 @@ def random_int4(*shape: int, group: int = 128, symmetric: bool = True) -> Int4Te
     return pack_int4(packed, scales.to(DTYPE), zeros, group)
 
 
-def random_ids(tokens: int, total: int, chosen: int, shared: int = 2) -> torch.Tensor:
-    """Ids [T, chosen] int32: routed ones drawn without repetition, then all shared ones."""
-    routed = torch.rand(tokens, total - shared, device=DEVICE).argsort(1)[:, : chosen - shared]
+def random_ids(
+    tokens: int, total: int, chosen: int, shared: int = 2, *, uneven: bool = False
+) -> torch.Tensor:
+    """Ids [T, chosen] int32: routed ones drawn without repetition, then all shared ones.
+
+    With `uneven` an expert is chosen some 1.1 times as often as the one before it, and the first
+    four never.
+    """
+    draws = torch.rand(tokens, total - shared, device=DEVICE)
+    if uneven:
+        likely = 1.1 ** torch.arange(total - shared, device=DEVICE)
+        draws = -draws.clamp(1e-30).log() / likely
+        draws[:, :4] = float("inf")
+    routed = draws.argsort(1)[:, : chosen - shared]
     always = torch.arange(total - shared, total, device=DEVICE).expand(tokens, -1)
     return torch.cat([routed, always], 1).int()
 

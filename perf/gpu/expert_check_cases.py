@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -34,8 +34,13 @@ def expert_case(
     *,
     group: int = 128,
     described: bool = False,
+    uneven: bool = False,
+    thorough: bool = False,
 ) -> Case:
-    """A mixture of experts, shared ones included."""
+    """A mixture of experts, shared ones included.
+
+    `thorough` compares every token, twice, and wants the same bits.
+    """
     width, total, chosen, size = shape
     shared = 2 if shape == V2_LITE else 1
     ids_sets = 6
@@ -45,19 +50,13 @@ def expert_case(
         copies = 2 if tokens <= 64 and shape == V2_LITE else 1
         weights = [(make(total, 2 * size, width), make(total, width, size)) for _ in range(copies)]
         x = randn(tokens, width)
-        ids = [random_ids(tokens, total, chosen, shared) for _ in range(ids_sets)]
+        ids = [random_ids(tokens, total, chosen, shared, uneven=uneven) for _ in range(ids_sets)]
         scores = torch.rand(tokens, chosen, device=check_data.DEVICE)
         residual, out = randn(tokens, width), poisoned(tokens, width)
 
         def run(i: int) -> Any:
             pair, chosen_ids = weights[i % copies], ids[i % ids_sets]
-            with ExitStack() as stack:
-                stack.enter_context(patch.object(experts_module, "USE_DESCRIPTORS", described))
-                if tile:
-                    few = FEW_TOKENS if kind == "bf16" else FEW_TOKENS_INT4
-                    name = "few_tile" if tokens <= few else "grouped_tile"
-                    choose = patch.object(experts_module, name, lambda *_, **__: tile)
-                    stack.enter_context(choose)
+            with _set(tokens, kind, tile, described=described):
                 y = experts(x, chosen_ids, scores, *pair, residual=residual, out=out)
             return x, chosen_ids, scores, pair, residual, y
 
@@ -65,9 +64,10 @@ def expert_case(
 
     def check(run: Callable[[int], Any]) -> float:
         x, ids, scores, pair, residual, y = run(1)
-        few = min(tokens, 256)  # the reference is slow
+        few = tokens if thorough else min(tokens, 256)  # the reference is slow
         want = experts_reference(x[:few], ids[:few], scores[:few], *pair, residual=residual[:few])
-        return relative(y[:few], want) if bool(torch.isfinite(y).all()) else float("inf")
+        error = relative(y[:few], want) if bool(torch.isfinite(y).all()) else float("inf")
+        return error if not thorough or _repeats(run, y) else float("inf")
 
     active = total - shared
     expected = active * (1 - (1 - (chosen - shared) / active) ** tokens) + shared
@@ -77,10 +77,31 @@ def expert_case(
     name = f"experts {kind} {label} T={tokens}" + (f" {tile_name(tile)}" if tile else "")
     name += f" g{group}" if group != 128 else ""
     name += " described" if described else ""
+    name += " uneven" if uneven else ""
     calls = 12 if tokens <= 64 else 2
     return Case(
         name, prepare, check, moved, tokens * chosen * 6 * width * size, calls=calls, tolerance=2e-2
     )
+
+
+@contextmanager
+def _set(tokens: int, kind: str, tile: Any, *, described: bool) -> Iterator[None]:
+    """Choose the tile, and how weights are fetched, inside."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(experts_module, "USE_DESCRIPTORS", described))
+        if tile:
+            few = FEW_TOKENS if kind == "bf16" else FEW_TOKENS_INT4
+            name = "few_tile" if tokens <= few else "grouped_tile"
+            stack.enter_context(patch.object(experts_module, name, lambda *_, **__: tile))
+        yield
+
+
+def _repeats(run: Callable[[int], Any], y: torch.Tensor) -> bool:
+    """Whether run(1) writes the same bits into y again."""
+    before = y.clone()
+    y.fill_(float("nan"))
+    run(1)
+    return torch.equal(before, y)
 
 
 def _dense(*shape: int) -> torch.Tensor:
@@ -120,6 +141,16 @@ def expert_cases(sweep: bool) -> Iterator[Case]:
     yield expert_case(8, V3, "bf16")
     if sweep:
         yield from expert_sweep()
+
+
+def grouped_cases(*, sweep: bool) -> Iterator[Case]:
+    """Yield mixtures of experts of many tokens, with even and with uneven loads."""
+    for kind in ("bf16", "int4"):
+        for tokens in (1024, 4096, 8192):
+            for uneven in (False, True):
+                yield expert_case(
+                    tokens, V2_LITE, kind, described=True, uneven=uneven, thorough=True
+                )
 
 
 def expert_sweep() -> Iterator[Case]:

@@ -72,9 +72,8 @@ def measure(case: cases.Case, *, timed: bool) -> dict[str, Any]:
                 "us": round(overlapping, 2),
                 "us_in_turn": round(in_turn, 2),
                 "floor_us": round(floor, 2),
+                "tflops": round(case.flops / min(overlapping, in_turn) / 1e6, 1),
             }
-            if case.flops:
-                result["tflops"] = round(case.flops / overlapping / 1e6, 1)
         del run
     except Exception as problem:  # a tile that does not fit must not end the others
         result["problem"] = f"{type(problem).__name__}: {str(problem)[:300]}"
@@ -107,7 +106,7 @@ def show(result: dict[str, Any]) -> None:
     """Print a line."""
     numbers = (
         f"{result.get('us', '-'):>9} us  in turn {result.get('us_in_turn', '-'):>9}"
-        f"  floor {result.get('floor_us', '-'):>8}  TFLOP/s {result.get('tflops', '-'):>6}"
+        f"  floor {result.get('floor_us', '-'):>8}  {result.get('tflops', '-'):>6} TFLOP/s"
     )
     problem = result.get("problem", f"error {result.get('error', float('nan')):.1e}")
     mark = "  " if result["ok"] else "!!"
