@@ -231,12 +231,12 @@ def test_logits_that_are_not_finite_end_only_their_request_and_with_advice():
 
 
 class OverflowingPrompts(ScriptedRunner):
-    """Says so of the chunk that holds token 60."""
+    """Says so of the chunk of one request that holds token 60."""
 
     def run(self, rows):
         result = super().run(rows)
-        loud = tuple(i for i, row in enumerate(rows) if 60 in row.token_ids)
-        return dataclasses.replace(result, overflowed=loud)
+        loud = (i for i, r in enumerate(rows) if r.request_key == "bad" and 60 in r.token_ids)
+        return dataclasses.replace(result, overflowed=tuple(loud))
 
 
 def test_a_chunk_that_overflowed_ends_only_its_request_at_once_and_with_advice():
