@@ -20,7 +20,7 @@ BLOCK_SIZE = 64
 OPERATORS = frozenset(
     {
         *("Add", "Cast", "Concat", "Gather", "Identity", "Reshape", "Split"),
-        *("Linear", "LinearBias", "LinearInt4", "SwiGLU", "RMSNorm", "RotaryAngles"),
+        *("Linear", "LinearBias", "LinearInt4", "SwiGLU", "RMSNorm", "SquaredNorm", "RotaryAngles"),
         *("LatentAttention", "GroupedQueryAttention", "Experts", "ExpertsInt4"),
         *("RouteSoftmax", "RouteSoftmaxGrouped", "RouteSigmoid", "RouteSigmoidGrouped"),
     }

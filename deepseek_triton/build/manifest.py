@@ -11,7 +11,7 @@ from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.errors import EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Raised whenever an older engine directory can no longer be loaded."""
 
 MANIFEST_NAME = "manifest.json"

@@ -225,11 +225,16 @@ class StepEngine:
             self._scheduler.commit(step)
         tops = result.top_log_probs or ((),) * len(step.rows)
         firsts = zip(result.token_ids.tolist(), result.log_probs.tolist(), tops, strict=True)
-        for (row, more), (token_id, log_prob, top) in zip(pairs, firsts, strict=True):
+        for index, ((row, more), (token_id, log_prob, top)) in enumerate(
+            zip(pairs, firsts, strict=True)
+        ):
             self._drafts += row.num_drafts
             self._right_drafts += len(more.token_ids)
-            if row.samples:
-                state = self._states[row.request_key]
+            state = self._states[row.request_key]
+            if index in result.overflowed:
+                error = _not_finite(state, "hidden states are not finite, most likely an overflow")
+                self._finish(state, FinishReason.ERROR, error=error)
+            elif row.samples:
                 state.draft_token_ids = self._usable_drafts(row, more)
                 drawn = [(token_id, log_prob)]
                 drawn += zip(more.token_ids, more.log_probs, strict=True)
@@ -253,11 +258,8 @@ class StepEngine:
         for token_id, log_prob in drawn:
             if token_id < 0:
                 reason = FinishReason.ERROR
-                error = RequestFailedError(
-                    state.request.request_key,
-                    "the model gave no finite logits, most likely an overflow; build the engine "
-                    "with PRECISION=fp32, or bf16 where the target has it (if it is: a weight of "
-                    "the checkpoint is not finite)",
+                error = _not_finite(
+                    state, "the model gave no finite logits, most likely an overflow"
                 )
             elif state.ends_with(token_id):
                 reason = FinishReason.STOP
@@ -320,3 +322,11 @@ class StepEngine:
         if self._outbox:
             deliveries, self._outbox = self._outbox, []
             self._deliver(deliveries)
+
+
+def _not_finite(state: RequestState, problem: str) -> RequestFailedError:
+    return RequestFailedError(
+        state.request.request_key,
+        f"{problem}; build the engine with PRECISION=fp32, or bf16 where the target has it (if it "
+        "is: a weight of the checkpoint is not finite)",
+    )

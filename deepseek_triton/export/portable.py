@@ -5,6 +5,8 @@ Inputs of one step, padded to B rows of S tokens, with block tables padded to M 
     <p>_pool.<l>[num_blocks, block_size, W]   all values finite
 Outputs:
     logits[B,V]           of the token at last_token in each row
+    squared_norms[B·S,1]  float32, of the hidden states after the last layer: not finite for a token
+                          whose activations overflowed, whose logits may not be asked for
     new_<p>.<l>[B,S,W]    rows to write into the pools at the tokens' slots
 A layer has the pool p = kv with latent attention, k and v with grouped-query attention.
 Padding has position −1; its new rows mean nothing and must not be written.
@@ -109,6 +111,8 @@ def write_graph(
     normed = modules.rms_norm(last, "final_norm", source, size, epsilon)
     logits = output_logits(modules, normed)
     graph.output(logits, real, ("B", spec.vocab_size))
+    norms = graph.node("deepseek.SquaredNorm", [hidden], "squared_norms")
+    graph.output(norms, onnx.TensorProto.FLOAT, ("T", 1))
     for layer in range(spec.num_layers):
         new_row_outputs(graph, spec, layer)
 

@@ -66,7 +66,9 @@ class StepResult:
     """Aligned with the rows of the step; rows without sampling hold −1 and NaN.
 
     A row that asked for a token and holds −1 has no token that could be chosen: its logits are not
-    finite (NaN, +Inf, or all −Inf) or all 0. The engine ends that request alone with an error.
+    finite (NaN, +Inf, or all −Inf) or all 0. A row in `overflowed`, whether it asked or not, has
+    such a token among those whose logits nobody asked for: later ones attend to it, so a token that
+    the row holds means nothing. The engine ends such a request alone with an error.
     """
 
     token_ids: NDArray[np.int32]  # [B]
@@ -75,6 +77,7 @@ class StepResult:
     ]  # [B] natural log-softmax of the unmodified logits; NaN unless asked
     speculation: tuple[Speculation, ...] = ()  # [B], or empty from a runner without a draft model
     top_log_probs: tuple[TopLogProbs, ...] = ()  # [B], of the unmodified logits; empty: none asked
+    overflowed: tuple[int, ...] = ()  # indices of rows
 
 
 class ModelRunner(Protocol):

@@ -41,10 +41,11 @@ from deepseek_triton.runner.cuda_sampling import (
     choose,
     greedy,
     likeliest,
+    refuse_overflowed,
     score,
     unpack,
 )
-from deepseek_triton.runner.cuda_step import Step, packed_step
+from deepseek_triton.runner.cuda_step import Prefill, Step, packed_step
 from deepseek_triton.runner.cuda_warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -176,11 +177,13 @@ class CudaRunner:
         units = rows
         if self._drafter is not None:
             units = tuple(unit for row in rows for unit in one_token_rows(row))
-        token_ids, log_probs, tops, parts = self._run(units)
+        found, parts = self._run(units)
         if self._drafter is None:
-            return StepResult(token_ids, log_probs, top_log_probs=tops)
+            return found
         asked = [i for i, unit in enumerate(units) if unit.sampling is not None]
-        drawn = list(accept(rows, token_ids[asked].tolist(), log_probs[asked].tolist()))
+        ids, probs, tops = found.token_ids, found.log_probs, found.top_log_probs
+        drawn = list(accept(rows, ids[asked].tolist(), probs[asked].tolist()))
+        owners = [i for i, row in enumerate(rows) for _ in one_token_rows(row)]
         with torch.inference_mode():
             hidden = Hidden.join(rows, units, parts)
             guesses = self._drafter.guess(rows, [ids for ids, _ in drawn], hidden)
@@ -192,17 +195,11 @@ class CudaRunner:
                 for i, (ids, probs) in enumerate(drawn)
             ),
             by_row(rows, tuple(tops[i] for i in asked) if tops else ()),
+            tuple(owners[i] for i in found.overflowed),
         )
 
-    def _run(
-        self, rows: Sequence[StepRow]
-    ) -> tuple[
-        NDArray[np.int32],
-        NDArray[np.float32],
-        tuple[TopLogProbs, ...],
-        list[tuple[list[int], Tensor]],
-    ]:
-        """Return token ids and log probs as StepResult has them, and hidden states if there are."""
+    def _run(self, rows: Sequence[StepRow]) -> tuple[StepResult, list[tuple[list[int], Tensor]]]:
+        """Return the result for rows without drafts, and hidden states if there are."""
         parts: list[tuple[list[int], Tensor]] = []
         hidden: list[tuple[list[int], Tensor]] = []
         tops: dict[int, TopLogProbs] = {}
@@ -223,10 +220,11 @@ class CudaRunner:
         log_probs = np.full(len(rows), np.nan, np.float32)
         for indices, chosen in parts:
             token_ids[indices], log_probs[indices] = unpack(chosen)
+        overflowed = tuple(np.flatnonzero((token_ids < 0) & ~asked).tolist())
         token_ids[~asked] = -1
         log_probs = np.where(scored & (token_ids >= 0), np.minimum(log_probs, 0), np.float32("nan"))
         found = tuple(tops.get(i, ()) for i in range(len(rows))) if tops else ()
-        return token_ids, log_probs, found, hidden
+        return StepResult(token_ids, log_probs, (), found, overflowed), hidden
 
     def score(self, rows: tuple[StepRow, ...]) -> tuple[RowScores, ...]:
         """See ScoringRunner.score: all rows in one prefill, with the logits of every token.
@@ -281,18 +279,27 @@ class CudaRunner:
                 yield prefills, self._infer(packed_step(others, self._pools, self._device))
 
     def _infer(self, step: Step) -> Outputs:
-        """Return logits [R, V], the greedy choice of each row, and hidden states if there are."""
+        """Return logits [R, V], the greedy choice of each row, and hidden states if there are.
+
+        The choice is −1 for a row with any token that overflowed, its logits being asked for or
+        not: in a decode step they are computed for every token, and show it.
+        """
         if self._model is None:
             raise RuntimeError("the runner is closed")
-        logits, *hidden = self._model.forward(step)
-        return logits, greedy(logits), *hidden
+        logits, norms, *hidden = self._model.forward(step)
+        packed = greedy(logits)
+        if isinstance(step.attention, Prefill):
+            refuse_overflowed(packed, norms, step.attention.cu_q)
+        return logits, packed, *hidden
 
     def _sample(self, rows: Sequence[StepRow], logits: Tensor, packed: Tensor) -> Tensor:
-        """Return [2, ≥ n]: the greedy choice, or what the rows ask for."""
+        """Return [2, ≥ n]: the greedy choice, or what the rows ask for where there is one."""
         samplings = [row.sampling for row in rows]
         if any(s is not None and asks_for_more(s) for s in samplings):
             wanted = [i for i, s in enumerate(samplings) if s is not None]
             chosen = choose(logits[wanted], [s for s in samplings if s is not None])
-            packed = torch.full((2, len(rows)), -1, dtype=torch.int32, device=chosen.device)
-            packed[:, wanted] = chosen
+            packed = packed[:, : len(rows)]
+            drawn = packed.clone()
+            drawn[:, wanted] = chosen.to(drawn.device)
+            packed = torch.where(packed[0] < 0, packed, drawn)
         return packed

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepseek_triton.errors import EngineMismatchError
-from deepseek_triton.runner.cuda_program import HIDDEN, LOGIT_ROWS, LOGITS, Program
+from deepseek_triton.runner.cuda_program import HIDDEN, LOGIT_ROWS, LOGITS, SQUARED_NORMS, Program
 from deepseek_triton.runner.cuda_reference import Operator
 from deepseek_triton.runner.cuda_step import Step
 
@@ -37,7 +37,7 @@ class CudaModel:
         self.program, self.weights, self.device = program, weights, device
         names = [n for call in program.calls for n in call.inputs if "_pool." in n]
         made = {name for call in program.calls for name in call.outputs}
-        self._outputs = [name for name in (LOGITS, HIDDEN) if name in made]
+        self._outputs = [name for name in (LOGITS, SQUARED_NORMS, HIDDEN) if name in made]
         self.pool_names = list(dict.fromkeys(names))
         last_use = {name: i for i, call in enumerate(program.calls) for name in call.inputs}
         # (call, implementation, values that nothing reads afterwards)
@@ -51,8 +51,9 @@ class CudaModel:
         ]
 
     def forward(self, step: Step) -> tuple[Tensor, ...]:
-        """Return logits [R, V] of the wanted rows, and hidden [T, D] if the program gives it.
+        """Return logits [R, V] of the wanted rows, and what else the program gives.
 
+        That is squared norms [T, 1], none when all logits are wanted, and hidden states [T, D].
         Mutates the pools.
 
         Raises nothing about the values: a failed kernel shows at the next synchronisation.

@@ -22,8 +22,9 @@ from onnx import helper, numpy_helper
 from deepseek_triton.errors import EngineMismatchError
 
 LOGIT_ROWS = "logit_rows"
-LOGITS, HIDDEN = "logits", "hidden"
-"""What a run gives: `hidden` [T, D] only where a draft model reads it (export/portable.py)."""
+LOGITS, SQUARED_NORMS, HIDDEN = "logits", "squared_norms", "hidden"
+"""What a run gives (export/portable.py): `hidden` [T, D] only where a draft model reads it, and
+`squared_norms` [T, 1] not of a draft model."""
 _LAST = "last"  # the portable node that picks one hidden row for each row of the batch
 _MASK = "deepseek.AttentionMask"
 
@@ -119,7 +120,9 @@ def program_of(model: onnx.ModelProto, model_path: Path) -> Program:
     }
     if len(locations) > 1:
         raise EngineMismatchError(f"{model_path}: weights in several files {sorted(locations)}")
-    outputs = {LOGITS, HIDDEN}.intersection(output.name for output in model.graph.output)
+    outputs = {LOGITS, SQUARED_NORMS, HIDDEN}.intersection(
+        output.name for output in model.graph.output
+    )
     program = Program(
         tuple(_needed(_take_logit_rows(calls, model_path), outputs)),
         {tensor.name: tensor for tensor in tensors},

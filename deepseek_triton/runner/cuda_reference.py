@@ -40,6 +40,18 @@ def rms_norm(_step: Step, call: Call, inputs: Sequence[Value]) -> Tensor:
     return rms_norm_of(inputs[0], inputs[1], call.attributes["epsilon"])
 
 
+def squared_norm(step: Step, _call: Call, inputs: Sequence[Value]) -> Tensor:
+    """Sums of the squares of x [T, D] → [T, 1] float32; [0, 1] when every token has its logits.
+
+    They show that x overflowed as well, and a kernel is saved.
+    """
+    x: Tensor = inputs[0]
+    if step.logit_rows is None:
+        return x.new_empty((0, 1), dtype=torch.float32)
+    # The norm, not its square: one kernel, and the sum inside overflows alike.
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+
+
 def swiglu(_step: Step, _call: Call, inputs: Sequence[Value]) -> Tensor:
     """gate_up [T, 2·F] → silu(gate) · up [T, F]."""
     gate, up = inputs[0].chunk(2, dim=-1)
@@ -263,5 +275,6 @@ REFERENCE: dict[str, Operator] = {
     "deepseek.RouteSigmoidGrouped": route,
     "deepseek.RouteSoftmax": route,
     "deepseek.RouteSoftmaxGrouped": route,
+    "deepseek.SquaredNorm": squared_norm,
     "deepseek.SwiGLU": swiglu,
 }

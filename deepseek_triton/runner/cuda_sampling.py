@@ -34,6 +34,17 @@ def greedy(logits: Tensor) -> Tensor:
     return torch.stack((token_ids, log_probs.view(torch.int32)))
 
 
+def refuse_overflowed(packed: Tensor, norms: Tensor, ends: Tensor) -> None:
+    """Give −1 to each row of packed [2, R] with a token whose `norms` [T, 1] are not finite.
+
+    ends [R + 1] int32 are the running sums of the rows' lengths. Mutates `packed`.
+    """
+    overflowed = ~(norms[:, 0] < torch.inf)  # NaN as well
+    before = torch.nn.functional.pad(overflowed.cumsum(0, dtype=torch.int32), (1, 0))
+    at_ends = before.index_select(0, ends)
+    packed[0].masked_fill_(at_ends[1:] != at_ends[:-1], -1)
+
+
 def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     """As `greedy`, of logits [n, V] for n rows that ask for more.
 

@@ -103,10 +103,9 @@ class OnnxRuntimeRunner:
 
     def run(self, rows: tuple[StepRow, ...]) -> StepResult:
         """See ModelRunner.run."""
-        logits, places, hidden = self._models[0].forward([_model_row(row) for row in rows])
+        given = self._models[0].forward([_model_row(row) for row in rows])
         token_ids = np.full(len(rows), -1, np.int32)
         log_probs = np.full(len(rows), np.nan, np.float32)
-        order = [place for row_places in places for place in row_places]
         samplings = [
             sampling
             for row in rows
@@ -116,21 +115,22 @@ class OnnxRuntimeRunner:
         drawn: list[tuple[tuple[int, ...], tuple[float, ...]]] = [((), ())] * len(rows)
         tops: tuple[TopLogProbs, ...] = ()
         if samplings:
-            ids, probs = sample(logits[order], samplings)
+            logits = given.logits[[place for places in given.places for place in places]]
+            ids, probs = sample(logits, samplings)
             drawn = list(accept(rows, ids.tolist(), probs.tolist()))
             counts = [sampling.params.top_log_probs for sampling in samplings]
-            tops = by_row(rows, top_log_probs(logits[order], counts))
+            tops = by_row(rows, top_log_probs(logits, counts))
         for index, (row_ids, row_probs) in enumerate(drawn):
             if row_ids:
                 token_ids[index], log_probs[index] = row_ids[0], row_probs[0]
         if len(self._models) == 1:
-            return StepResult(token_ids, log_probs, top_log_probs=tops)
-        guesses = self._draft(rows, [row_ids for row_ids, _ in drawn], hidden)
+            return StepResult(token_ids, log_probs, (), tops, given.overflowed)
+        guesses = self._draft(rows, [row_ids for row_ids, _ in drawn], given.hidden)
         speculation = tuple(
             Speculation(row_ids[1:], row_probs[1:], guesses.get(index, ()))
             for index, (row_ids, row_probs) in enumerate(drawn)
         )
-        return StepResult(token_ids, log_probs, speculation, tops)
+        return StepResult(token_ids, log_probs, speculation, tops, given.overflowed)
 
     def score(self, rows: tuple[StepRow, ...]) -> tuple[RowScores, ...]:
         """See ScoringRunner.score."""
@@ -138,11 +138,11 @@ class OnnxRuntimeRunner:
             ModelRow(row.token_ids, row.context_len, row.block_table, len(row.token_ids))
             for row in rows
         ]
-        logits, places, _ = self._models[0].forward(inputs)
+        given = self._models[0].forward(inputs)
         following = [[*row.token_ids[1:].tolist(), row.next_token_id] for row in rows]
         return tuple(
-            RowScores(*score(logits[row_places], np.array(ids)))
-            for row_places, ids in zip(places, following, strict=True)
+            RowScores(*score(given.logits[row_places], np.array(ids)))
+            for row_places, ids in zip(given.places, following, strict=True)
         )
 
     def forward(self, rows: Sequence[StepRow]) -> tuple[list[int], NDArray[np.float32]]:
@@ -150,9 +150,9 @@ class OnnxRuntimeRunner:
 
         The logits are a view that the next call overwrites. Mutates the pools.
         """
-        logits, places, _ = self._models[0].forward([_model_row(row) for row in rows])
-        order = [index for index, row_places in enumerate(places) if row_places]
-        return order, logits[[places[index][-1] for index in order]]
+        given = self._models[0].forward([_model_row(row) for row in rows])
+        order = [index for index, row_places in enumerate(given.places) if row_places]
+        return order, given.logits[[given.places[index][-1] for index in order]]
 
     def close(self) -> None:
         """Free the model and the pools; idempotent."""
@@ -181,11 +181,11 @@ class OnnxRuntimeRunner:
             indices.append(index)
         if not inputs:
             return {}
-        logits, places, _ = self._models[1].forward(inputs)
-        best = logits.argmax(axis=1).tolist()
+        given = self._models[1].forward(inputs)
+        best = given.logits.argmax(axis=1).tolist()
         return {
             index: (best[row_places[0]],)
-            for index, row_places in zip(indices, places, strict=True)
+            for index, row_places in zip(indices, given.places, strict=True)
             if row_places
         }
 

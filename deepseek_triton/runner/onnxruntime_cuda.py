@@ -108,17 +108,17 @@ class OnnxRuntimeCudaRunner:
         samplings = [sampling for _, sampling in asking]
         tops: tuple[TopLogProbs, ...] = ()
         if all(s.plain and not s.params.top_log_probs for s in samplings):
-            token_ids[order], log_probs[order] = self._best(rows)
+            token_ids[order], log_probs[order], overflowed = self._best(rows)
         else:
-            _, logits = self.forward(rows)
+            _, logits, overflowed = self._forward(rows)
             token_ids[order], log_probs[order] = sample(logits, samplings)
             tops = self._tops(len(rows), order, samplings, logits)
-        return StepResult(token_ids, log_probs, top_log_probs=tops)
+        return StepResult(token_ids, log_probs, top_log_probs=tops, overflowed=overflowed)
 
     def score(self, rows: tuple[StepRow, ...]) -> tuple[RowScores, ...]:
         """See ScoringRunner.score."""
         with memory_named(f"a step of {sum(len(row.token_ids) for row in rows)} tokens"):
-            logits, places = self._model.logits([_row(row, len(row.token_ids)) for row in rows])
+            logits, places, _ = self._model.logits([_row(row, len(row.token_ids)) for row in rows])
         following = [[*row.token_ids[1:].tolist(), row.next_token_id] for row in rows]
         return tuple(
             RowScores(*score(logits[row_places], np.array(ids)))
@@ -130,30 +130,39 @@ class OnnxRuntimeCudaRunner:
 
         Mutates the pools.
         """
-        with memory_named(f"a step of {sum(len(row.token_ids) for row in rows)} tokens"):
-            logits, places = self._model.logits([_row(row) for row in rows])
-        order = [index for index, row_places in enumerate(places) if row_places]
-        return order, logits[[places[index][-1] for index in order]]
+        return self._forward(rows)[:2]
 
     def close(self) -> None:
         """Free the model and the pools; idempotent."""
         self._model.close()
 
-    def _best(self, rows: Sequence[StepRow]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def _forward(
+        self, rows: Sequence[StepRow]
+    ) -> tuple[list[int], NDArray[np.float32], tuple[int, ...]]:
+        """As `forward`, and the rows that overflowed."""
+        with memory_named(f"a step of {sum(len(row.token_ids) for row in rows)} tokens"):
+            logits, places, overflowed = self._model.logits([_row(row) for row in rows])
+        order = [index for index, row_places in enumerate(places) if row_places]
+        return order, logits[[places[index][-1] for index in order]], overflowed
+
+    def _best(
+        self, rows: Sequence[StepRow]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], tuple[int, ...]]:
         """Return the greedy token and its log probability of each sampling row, in their order.
 
-        A row whose logits are not finite, or all 0, has no token: −1. All 0 shows in token 0 with
-        the share of any other; its log probability is rounded.
+        And the rows that overflowed. A row whose logits are not finite, or all 0, has no token: −1.
+        All 0 shows in token 0 with the share of any other; its log probability is rounded.
         """
         with memory_named(f"a step of {sum(len(row.token_ids) for row in rows)} tokens"):
-            ids, log_probs, places = self._model.best([_row(row) for row in rows])
+            ids, log_probs, places, overflowed = self._model.best([_row(row) for row in rows])
         order = [row_places[-1] for row_places in places if row_places]
         ids, log_probs = ids[order], log_probs[order]
         uniform = np.abs(log_probs + np.log(self._vocab_size)) < 1e-5
         none = ~np.isfinite(log_probs) | (ids == 0) & uniform
         asked = [row.sampling.params.return_log_probs for row in rows if row.sampling is not None]
         shown = np.array(asked, bool) & ~none
-        return np.where(none, -1, ids), np.where(shown, log_probs, np.float32(np.nan))
+        log_probs = np.where(shown, log_probs, np.float32(np.nan))
+        return np.where(none, -1, ids), log_probs, overflowed
 
     def _tops(
         self,

@@ -23,7 +23,14 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from deepseek_triton.kv_cache.spec import KVCacheSpec
-from deepseek_triton.runner.ort_model import ModelRow, begun_blocks, calls_of, step_inputs
+from deepseek_triton.runner.ort_model import (
+    SQUARED_NORMS,
+    ModelRow,
+    begun_blocks,
+    calls_of,
+    overflowed_rows,
+    step_inputs,
+)
 from deepseek_triton.runner.ort_plan import GPU_COSTS, Piece
 
 _NO_GRAPH = -1  # as the provider spells it
@@ -63,26 +70,29 @@ class DeviceModel:
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._options = _run_options(_NO_GRAPH)
         outputs = session.get_outputs()
-        self._columns = {o.name: o.shape[1] for o in outputs if o.name in ("logits", *_BEST)}
+        names = ("logits", *_BEST, SQUARED_NORMS)
+        self._columns = {o.name: o.shape[1] for o in outputs if o.name in names}
 
-    def logits(self, rows: Sequence[ModelRow]) -> tuple[NDArray[np.float32], list[list[int]]]:
-        """Run the model; return logits [R, V] and each row's places among them.
+    def logits(
+        self, rows: Sequence[ModelRow]
+    ) -> tuple[NDArray[np.float32], list[list[int]], tuple[int, ...]]:
+        """Run the model; return logits [R, V], each row's places among them, and `overflowed`.
 
-        Mutates the pools.
+        These are the rows that `overflowed_rows` names. Mutates the pools.
         """
-        (logits,), places = self._forward(rows, ("logits",))
-        return logits, places
+        (logits,), places, overflowed = self._forward(rows, ("logits",))
+        return logits, places, overflowed
 
     def best(
         self, rows: Sequence[ModelRow]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32], list[list[int]]]:
-        """Run the model; return the likeliest tokens [R], their log probs [R] and the places.
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], list[list[int]], tuple[int, ...]]:
+        """As `logits`, with the likeliest tokens [R] and their log probs [R] in place of logits.
 
         A log prob is NaN for a row whose logits are not finite, or none is. Mutates the pools.
         """
-        (values, ids, totals), places = self._forward(rows, _BEST)
+        (values, ids, totals), places, overflowed = self._forward(rows, _BEST)
         equal = np.where(values == values[:, :1], ids, self._vocab_size)
-        return equal.min(axis=1).astype(np.int32), -np.log(totals[:, 0]), places
+        return equal.min(axis=1).astype(np.int32), -np.log(totals[:, 0]), places, overflowed
 
     def close(self) -> None:
         """Free the session, the buffers and the pools; idempotent."""
@@ -92,14 +102,17 @@ class DeviceModel:
 
     def _forward(
         self, rows: Sequence[ModelRow], names: Sequence[str]
-    ) -> tuple[list[_Array], list[list[int]]]:
+    ) -> tuple[list[_Array], list[list[int]], tuple[int, ...]]:
         calls, places = calls_of(rows, num_heads=self._num_heads, costs=GPU_COSTS)
         parts: list[list[_Array]] = [[] for _ in names]
+        overflowed: set[int] = set()
         for pieces, logit_rows in calls:
             run = self._decode if pieces[0].length == 1 else self._prefill
-            for part, array in zip(parts, run(rows, pieces, logit_rows, names), strict=True):
+            *arrays, norms = run(rows, pieces, logit_rows, names)
+            for part, array in zip(parts, arrays, strict=True):
                 part.append(array)
-        return [np.concatenate(part) for part in parts], places
+            overflowed.update(overflowed_rows(rows, pieces, norms))
+        return [np.concatenate(part) for part in parts], places, tuple(sorted(overflowed))
 
     def _blank_slots(self, rows: Sequence[ModelRow], pieces: Sequence[Piece]) -> NDArray[np.int64]:
         """Return the slots [Z, 2] that follow the tokens of pieces which begin a block.
@@ -118,7 +131,7 @@ class DeviceModel:
         logit_rows: list[int],
         names: Sequence[str],
     ) -> list[_Array]:
-        """Run a call of any shape."""
+        """Run a call of any shape; return what `names` say [R, …] and the squared norms [B, S]."""
         inputs = self._inputs(rows, pieces, len(pieces), max(p.num_keys for p in pieces))
         blank = self._blank_slots(rows, pieces)
         inputs["slot_mapping"] = np.concatenate([inputs["slot_mapping"], blank])
@@ -127,12 +140,14 @@ class DeviceModel:
         binding = self._bound_to_pools()
         for name, array in inputs.items():
             binding.bind_cpu_input(name, array)
-        outputs = [self._empty(name, max(1, len(logit_rows))) for name in names]
-        for name, array in zip(names, outputs, strict=True):
+        outputs = {name: self._empty(name, max(1, len(logit_rows))) for name in names}
+        norms = outputs[SQUARED_NORMS] = self._empty(SQUARED_NORMS, inputs["input_ids"].size)
+        for name, array in outputs.items():
             place = array.ctypes.data
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, place)
         self._open_session().run_with_iobinding(binding, self._options)
-        return [array[: len(logit_rows)] for array in outputs]
+        chosen = [outputs[name][: len(logit_rows)] for name in names]
+        return [*chosen, norms.reshape(inputs["input_ids"].shape)]
 
     def _decode(
         self,
@@ -141,7 +156,7 @@ class DeviceModel:
         logit_rows: list[int],
         names: Sequence[str],
     ) -> list[_Array]:
-        """Run a call of one token a row in the buffers of its rounded shape."""
+        """As `_prefill`, of one token a row in the buffers of its rounded shape."""
         size = self._spec.block_size
         batch = rounded(len(pieces))
         blocks = rounded(self._spec.blocks_for(max(p.num_keys for p in pieces)))
@@ -154,7 +169,8 @@ class DeviceModel:
             if name in inputs:
                 value.update_inplace(inputs[name])
         self._open_session().run_with_iobinding(call.binding, call.options)
-        return [call.outputs[name].numpy()[logit_rows] for name in names]
+        chosen = [call.outputs[name].numpy()[logit_rows] for name in names]
+        return [*chosen, call.outputs[SQUARED_NORMS].numpy()]
 
     def _record(self, batch: int, blocks: int, inputs: Mapping[str, _Array]) -> _Recorded:
         """Allocate the buffers of a shape; the first run with them becomes a graph."""
@@ -165,7 +181,7 @@ class DeviceModel:
         }
         binding = self._bound_to_pools()
         outputs = {}
-        for name in ("logits", *_BEST):
+        for name in self._columns:
             array = self._empty(name, batch)
             outputs[name] = ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)
             binding.bind_ortvalue_output(name, outputs[name])

@@ -10,7 +10,8 @@ The engine directory's models (build/onnxruntime.py) have these inputs; T = B ·
     <p>_pool.<l>  float [N, bs, W]    and <p>_pool_out.<l>, the same buffer; p = kv, or k and v
     hidden        float [T, D]        of a draft model alone (export/mtp.py)
 
-and the output `logits` float [R, V]; with a draft beside it, the model also gives `hidden` [T, D].
+and the outputs `logits` float [R, V] and `squared_norms` float [T, 1] (export/portable.py), which a
+draft model does not have; with a draft beside it, the model also gives `hidden` [T, D].
 
 Nothing of one row reaches another through the cache: padding tokens write to a scratch block that
 is never read, block tables are padded with blocks of the same row, and a block is zeroed beyond
@@ -21,7 +22,7 @@ or in many (build/ort_functions.py and ort_shapes.py say how).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,8 @@ from numpy.typing import NDArray
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.runner.ort_plan import CPU_COSTS, CallCosts, Piece, plan_calls
 from deepseek_triton.runner.ort_shapes import AttentionShape
+
+HIDDEN, SQUARED_NORMS = "hidden", "squared_norms"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,16 @@ class ModelShape:
     vocab_size: int
     hidden_size: int
     attention: AttentionShape
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """What a step of the model gave."""
+
+    logits: NDArray[np.float32]  # [R, V], a view that the next call overwrites
+    places: list[list[int]]  # of each row in `logits`, in the order of its tokens
+    hidden: list[NDArray[np.float32]]  # [n, D] of each row, if the model gives them
+    overflowed: tuple[int, ...]  # rows: see overflowed_rows
 
 
 Call = tuple[tuple[Piece, ...], list[int]]
@@ -135,6 +148,21 @@ def begun_blocks(
     return begun
 
 
+def overflowed_rows(
+    rows: Sequence[ModelRow], pieces: Sequence[Piece], squared_norms: NDArray[np.float32]
+) -> Iterator[int]:
+    """Yield the row of each piece with a token whose `squared_norms` [B, S] are not finite.
+
+    Tokens whose logits are wanted are left out, so that a draft which will not be accepted harms
+    nobody: their logits show it.
+    """
+    for piece, norms in zip(pieces, squared_norms, strict=False):
+        row = rows[piece.row]
+        unseen = min(len(row.token_ids) - row.num_logits - piece.start, piece.length)
+        if unseen > 0 and not np.isfinite(norms[:unseen]).all():
+            yield piece.row
+
+
 class PagedModel:
     """A session and the pools that it writes. Not thread-safe."""
 
@@ -158,37 +186,35 @@ class PagedModel:
         for name, value in zip(pools, self._values, strict=True):
             self._binding.bind_ortvalue_input(name, value)
             self._binding.bind_ortvalue_output(name.replace("_pool.", "_pool_out."), value)
-        self._gives_hidden = "hidden" in {output.name for output in session.get_outputs()}
+        given = {output.name for output in session.get_outputs()}
+        widths = {HIDDEN: shape.hidden_size, SQUARED_NORMS: 1}
+        self._widths = {name: width for name, width in widths.items() if name in given}
         self._logits: NDArray[np.float32] = np.empty((0, shape.vocab_size), np.float32)
 
-    def forward(
-        self, rows: Sequence[ModelRow]
-    ) -> tuple[NDArray[np.float32], list[list[int]], list[NDArray[np.float32]]]:
-        """Run the model; mutates the pools.
-
-        Returns logits [R, V], a view that the next call overwrites; for each row the indices into
-        them, in the order of its tokens; and for each row its hidden states [n, D], if the model
-        gives them.
-        """
+    def forward(self, rows: Sequence[ModelRow]) -> ModelOutputs:
+        """Run the model; mutates the pools."""
         wanted = sum(row.num_logits for row in rows)
         if wanted > len(self._logits):
             self._logits = np.empty((wanted, self._shape.vocab_size), np.float32)
         hidden: list[NDArray[np.float32]] = []
-        if self._gives_hidden:
+        if HIDDEN in self._widths:
             sizes = [(len(row.token_ids), self._shape.hidden_size) for row in rows]
             hidden = [np.empty(size, np.float32) for size in sizes]
         num_heads = self._shape.attention.num_heads
         calls, places = calls_of(rows, num_heads=num_heads, costs=CPU_COSTS)
+        overflowed: set[int] = set()
         begin = 0
         for pieces, logit_rows in calls:
             end = begin + len(logit_rows)
             given = self._call(rows, pieces, logit_rows, self._logits[begin:end])
-            if given is not None:
-                for piece, states in zip(pieces, given, strict=False):
+            if HIDDEN in given:
+                for piece, states in zip(pieces, given[HIDDEN], strict=False):
                     stop = piece.start + piece.length
                     hidden[piece.row][piece.start : stop] = states[: piece.length]
+            if SQUARED_NORMS in given:
+                overflowed.update(overflowed_rows(rows, pieces, given[SQUARED_NORMS]))
             begin = end
-        return self._logits[:begin], places, hidden
+        return ModelOutputs(self._logits[:begin], places, hidden, tuple(sorted(overflowed)))
 
     def close(self) -> None:
         """Free the session and the pools; idempotent."""
@@ -202,8 +228,8 @@ class PagedModel:
         pieces: tuple[Piece, ...],
         logit_rows: list[int],
         logits: NDArray[np.float32],
-    ) -> NDArray[np.float32] | None:
-        """Run one call; write `logits` [R, V]; return the hidden states [B, S, D] if there are."""
+    ) -> dict[str, NDArray[np.float32]]:
+        """Run one call; write `logits` [R, V]; return the outputs [B, S, …] that the model has."""
         if self._session is None:
             raise RuntimeError("the runner is closed")
         self._clear_new_tails(rows, pieces)
@@ -213,14 +239,14 @@ class PagedModel:
             self._binding.bind_cpu_input(name, array)
         binding, real = self._binding, np.float32
         binding.bind_output("logits", "cpu", 0, real, logits.shape, logits.ctypes.data)
-        hidden = None
-        if self._gives_hidden:
-            batch, length = inputs["input_ids"].shape
-            hidden = np.empty((batch, length, self._shape.hidden_size), real)
-            shape = (batch * length, self._shape.hidden_size)
-            binding.bind_output("hidden", "cpu", 0, real, shape, hidden.ctypes.data)
+        batch, length = inputs["input_ids"].shape
+        given = {}
+        for name, width in self._widths.items():
+            array = given[name] = np.empty((batch, length, width), real)
+            shape = (batch * length, width)
+            binding.bind_output(name, "cpu", 0, real, shape, array.ctypes.data)
         self._session.run_with_iobinding(binding)
-        return hidden
+        return given
 
     def _inputs(
         self, rows: Sequence[ModelRow], pieces: tuple[Piece, ...]

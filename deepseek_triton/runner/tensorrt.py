@@ -103,7 +103,7 @@ class TensorRTRunner:
 
     def run(self, rows: tuple[StepRow, ...]) -> StepResult:
         """See ModelRunner.run."""
-        order, logits = self.forward(rows)
+        order, logits, overflowed = self._run(rows)
         token_ids = np.full(len(rows), -1, np.int32)
         log_probs = np.full(len(rows), np.nan, np.float32)
         samplings = [s for index in order if (s := rows[index].sampling) is not None]
@@ -112,25 +112,37 @@ class TensorRTRunner:
         counts = [sampling.params.top_log_probs for sampling in samplings]
         found = dict(zip(order, top_log_probs(logits, counts), strict=False))
         tops = tuple(found.get(i, ()) for i in range(len(rows))) if found else ()
-        return StepResult(token_ids, log_probs, top_log_probs=tops)
+        return StepResult(token_ids, log_probs, top_log_probs=tops, overflowed=overflowed)
 
     def forward(self, rows: Sequence[StepRow]) -> tuple[list[int], NDArray[np.float32]]:
         """Run the model; return the indices of the sampling rows and their logits [n, V].
 
         Mutates the pools.
         """
+        return self._run(rows)[:2]
+
+    def _run(
+        self, rows: Sequence[StepRow]
+    ) -> tuple[list[int], NDArray[np.float32], tuple[int, ...]]:
+        """As `forward`, and the rows with a token whose hidden states overflowed."""
         order: list[int] = []
         parts: list[NDArray[np.float32]] = []
+        overflowed: set[int] = set()
         for call in self._planner.plan(rows):
             wanted = [
                 i
                 for i, piece in enumerate(call.pieces)
                 if piece.is_last and rows[piece.row].sampling is not None
             ]
-            logits = self._call(call, rows, fetch=bool(wanted))
+            logits, norms = self._call(call, rows, fetch=bool(wanted))
             order += [call.pieces[i].row for i in wanted]
             parts.append(logits[wanted])  # a copy: the buffer is used again
-        return order, np.concatenate(parts)
+            overflowed.update(
+                piece.row
+                for piece, own in zip(call.pieces, norms, strict=False)
+                if not np.isfinite(own[: piece.length]).all()
+            )
+        return order, np.concatenate(parts), tuple(sorted(overflowed))
 
     def close(self) -> None:
         """Free the model and the pools; idempotent."""
@@ -151,6 +163,8 @@ class TensorRTRunner:
         self._logits = device.allocate(self._host_logits.nbytes)
         row_bytes = self._spec.width * self._spec.itemsize
         tokens = max(shape.num_tokens for shape in shapes)
+        self._host_norms = device.pinned((tokens,), np.float32)
+        self._norms = device.allocate(self._host_norms.nbytes)
         self._new_rows = {
             name: device.allocate(tokens * row_bytes) for name in self._engine.row_outputs
         }
@@ -171,7 +185,8 @@ class TensorRTRunner:
         pools = {name: device.allocate(nbytes) for name in self._engine.pool_inputs}
         self._pool_addresses = self._address_array(list(pools.values()))
         self._row_addresses = self._address_array(list(self._new_rows.values()))
-        self._fixed = {**pools, **self._new_rows, "logits": self._logits}
+        outputs = {"logits": self._logits, "squared_norms": self._norms}
+        self._fixed = {**pools, **self._new_rows, **outputs}
 
     def _address_array(self, addresses: list[int]) -> int:
         """Return the device address of an array of addresses."""
@@ -182,8 +197,13 @@ class TensorRTRunner:
         device.upload(place, host)
         return place
 
-    def _call(self, call: Call, rows: Sequence[StepRow], *, fetch: bool) -> NDArray[np.float32]:
-        """Run one call; return the logits [b, V] of its pieces, a view, if `fetch`."""
+    def _call(
+        self, call: Call, rows: Sequence[StepRow], *, fetch: bool
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Run one call; return views of logits [b, V] of its pieces, if `fetch`, and norms [B, S].
+
+        Norms are the squared ones of the hidden states (export/portable.py).
+        """
         device, shape = self._open_device(), call.shape
         self._planner.fill(call, rows, self._host, self._num_blocks)
         device.upload(self._arrays, self._host[: shape.size])
@@ -197,8 +217,10 @@ class TensorRTRunner:
         logits = self._host_logits[: len(call.pieces)]
         if fetch:
             device.download(logits, self._logits)
+        norms = self._host_norms[: shape.num_tokens]
+        device.download(norms, self._norms)
         device.synchronize()  # the host arrays are written again by the next call
-        return logits
+        return logits, norms.reshape(shape.batch, shape.length)
 
     def _decode(self, shape: CallShape) -> None:
         device = self._open_device()
@@ -266,7 +288,7 @@ class _Engine:
         self.pool_inputs = [name for name in names if "_pool." in name]
         # In the same order: kv_pool.3 and new_kv.3.
         self.row_outputs = ["new_" + name.replace("_pool", "") for name in self.pool_inputs]
-        expected = {*_INPUTS, *self.pool_inputs, *self.row_outputs, "logits"}
+        expected = {*_INPUTS, *self.pool_inputs, *self.row_outputs, "logits", "squared_norms"}
         if set(names) != expected:
             odd = sorted(expected.symmetric_difference(names))
             raise EngineMismatchError(mismatch(engine.path, f"unexpected tensors {odd}"))

@@ -73,7 +73,7 @@ def test_a_model_of_each_family_builds(
     description = json.loads((tmp_path / "engine" / SIDECAR_FILE).read_text())
     kind = {"fp16": "half", "bf16": "bf16", "fp32": "float"}[precision]
     types = {tensor["name"]: tensor["dtype"] for tensor in description["outputs"]}
-    assert types.pop("logits") == "float"
+    assert types.pop("logits") == types.pop("squared_norms") == "float"
     assert set(types.values()) == {kind}
     assert description["inputs"][0] == {"name": "input_ids", "dtype": "int32", "shape": [-1, -1]}
     weights = (tmp_path / "checkpoint" / "model.safetensors").stat().st_size

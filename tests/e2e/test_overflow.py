@@ -1,4 +1,7 @@
-"""A prompt whose activations overflow gets an error with a way out; neighbours notice nothing."""
+"""A prompt whose activations overflow gets an error with a way out; neighbours notice nothing.
+
+Wherever in the prompt: in its last token, or in one that later tokens attend to.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from tests.e2e.support import NEVER, Answer, complete, concurrently, is_idle, wa
 
 LOUD = "class"  # the word whose embedding is changed
 QUIET = "Once upon a time"
+PROMPTS = (LOUD, f"{LOUD} {QUIET}", f"{QUIET}\n{LOUD} {'and then ' * 300}")  # several chunks
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A bf16 engine whose hidden states for LOUD have squares beyond float32."""
     folder: Path = tmp_path_factory.mktemp("overflow")
     checkpoint = write_random_checkpoint(folder / "checkpoint", preset_config("v2-lite"))
-    loud = Tokenizer.load(checkpoint).encode(LOUD)[-1]
+    tokenizer = Tokenizer.load(checkpoint)
+    loud = tokenizer.encode(LOUD)[-1]
+    assert all(loud in tokenizer.encode(prompt) for prompt in PROMPTS)
+    assert loud not in tokenizer.encode(QUIET)
     (file,) = checkpoint.glob("*.safetensors")
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][loud] = np.float32(1e25)
@@ -38,16 +45,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["alone", "first", "earlier chunk"])
 def test_an_overflow_is_an_error_with_advice_and_neighbours_are_clean(
-    server: RunningServer,
+    server: RunningServer, prompt: str
 ) -> None:
     ask = partial(complete, server, max_tokens=24, end_id=NEVER)
     alone = ask(QUIET).text
     assert alone
 
     def overflow() -> Answer:
-        with pytest.raises(Exception, match="no finite logits.*PRECISION=fp32") as caught:
-            ask(LOUD)
+        problem = "no finite logits" if prompt == LOUD else "hidden states are not finite"
+        with pytest.raises(Exception, match=f"{problem}.*PRECISION=fp32") as caught:
+            ask(prompt)
         return Answer(str(caught.value), "error", ())
 
     answers = concurrently([partial(ask, QUIET), overflow, partial(ask, QUIET), overflow])

@@ -37,8 +37,8 @@ def test_logits_are_within_the_rounding_of_transformers(
         narrow = reference.model(inputs, use_cache=False).logits[0].float().numpy()
     runner = OnnxRuntimeRunner.load(tmp_path / "engine", num_blocks=4, num_threads=1)
     row = ModelRow(ids, 0, np.arange(3, dtype=np.int32), len(ids))
-    logits, (places,), _ = runner._models[0].forward([row])
-    ours = logits[places]
+    given = runner._models[0].forward([row])
+    ours = given.logits[given.places[0]]
     rounding = np.abs(wide - narrow).max()
     assert 1e-4 < rounding < 1.0
     assert np.abs(ours - wide).max() < 1e-4

@@ -62,8 +62,8 @@ def test_short_and_long_prompts_equal_the_reference(
     for begin in range(0, length, CHUNK):
         chunk = ids[begin : begin + CHUNK]
         row = ModelRow(chunk, begin, table, len(chunk))
-        logits, (places,), _ = runner._models[0].forward([row])
-        error = np.abs(logits[places] - want[begin : begin + CHUNK]).max()
+        given = runner._models[0].forward([row])
+        error = np.abs(given.logits[given.places[0]] - want[begin : begin + CHUNK]).max()
         assert error < TOLERANCE, f"off by {error:.1e} in the chunk from {begin}"
     runner.close()
     unscaled = coder(tmp_path / "unscaled", {"rope_type": "default", "rope_theta": THETA})

@@ -1,4 +1,4 @@
-"""Root-mean-square norm."""
+"""Root-mean-square norm, and what tells whether it could be computed."""
 
 from __future__ import annotations
 
@@ -22,4 +22,17 @@ RMSNorm <epsilon> (x, weight) => (y) {
 }
 """
 
-NORM_FUNCTIONS = (RMS_NORM,)
+# Mul and ReduceSum: ONNX Runtime's other reductions would need cuDNN on CUDA.
+SQUARED_NORM = """
+# Sum of the squares over the last axis, in float32. It is not finite where x is not, nor where
+# RMSNorm's squares overflow, which makes that norm 0.
+#   x [..., D] → y [..., 1] float32
+SquaredNorm (x) => (y) {
+    wide = Cast <to = 1> (x)
+    squares = Mul (wide, wide)
+    last = Constant <value_ints = [-1]> ()
+    y = ReduceSum <keepdims = 1> (squares, last)
+}
+"""
+
+NORM_FUNCTIONS = (RMS_NORM, SQUARED_NORM)

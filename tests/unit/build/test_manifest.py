@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_triton.build.engine_dir import load_engine_dir
 from deepseek_triton.build.manifest import Manifest
 from deepseek_triton.errors import EngineMismatchError
 
@@ -24,6 +25,16 @@ def test_another_format_version_is_named_before_anything_else(
     data.update(format_version=99, surprise=1)
     with pytest.raises(EngineMismatchError, match="format_version is 99"):
         Manifest.from_json(json.dumps(data))
+
+
+def test_an_engine_of_an_earlier_version_says_how_to_rebuild_it(
+    write_engine: WriteEngine, tmp_path: Path
+) -> None:
+    """Such an engine does not tell which tokens overflowed."""
+    data = json.loads(write_engine(tmp_path).to_json()) | {"format_version": 4}
+    (tmp_path / "manifest.json").write_text(json.dumps(data))
+    with pytest.raises(EngineMismatchError, match="format_version is 4.*reads 5; rebuild it: make"):
+        load_engine_dir(tmp_path)
 
 
 def test_unknown_and_missing_keys_are_named(write_engine: WriteEngine, tmp_path: Path) -> None:

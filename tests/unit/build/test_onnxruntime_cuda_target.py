@@ -46,7 +46,7 @@ def test_the_rewritten_model_has_what_the_runner_binds(
         *pools,
     }
     assert {value.name for value in model.graph.output} == {
-        *("logits", "best_logits", "best_ids", "best_totals"),
+        *("logits", "squared_norms", "best_logits", "best_ids", "best_totals"),
         *(name.replace("_pool.", "_pool_out.") for name in pools),
     }
     onnx.checker.check_model(str(path))

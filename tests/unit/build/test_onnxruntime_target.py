@@ -40,7 +40,7 @@ def test_the_rewritten_model_has_the_inputs_that_the_runner_binds(portable: Path
         *pools,
     }
     outputs = [name.replace("pool", "pool_out") for name in pools]
-    assert [value.name for value in model.graph.output] == ["logits", *outputs]
+    assert [value.name for value in model.graph.output] == ["logits", "squared_norms", *outputs]
     onnx.checker.check_model(str(portable))
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -227,6 +228,28 @@ def test_logits_that_are_not_finite_end_only_their_request_and_with_advice():
     assert len(bad.tokens) == 3
     assert "fp32" in str(bad.outputs[-1].error)
     assert good.tokens == alone(request("good")).tokens
+
+
+class OverflowingPrompts(ScriptedRunner):
+    """Says so of the chunk of one request that holds token 60."""
+
+    def run(self, rows):
+        result = super().run(rows)
+        loud = (i for i, r in enumerate(rows) if r.request_key == "bad" and 60 in r.token_ids)
+        return dataclasses.replace(result, overflowed=tuple(loud))
+
+
+def test_a_chunk_that_overflowed_ends_only_its_request_at_once_and_with_advice():
+    runner = OverflowingPrompts(64)
+    under_test = engine(runner=runner, max_tokens_per_step=4)
+    prompt = [1, 2, 3, 4, 60, 6, 7, 8, 9, 10, 11]
+    bad, good = run(under_test, request("bad", prompt=prompt), request("good"))
+    assert (bad.finish_reason, bad.tokens) == (FinishReason.ERROR, [])
+    assert "PRECISION=fp32" in str(bad.outputs[-1].error)
+    chunks = [row for rows in runner.steps for row in rows if row.request_key == "bad"]
+    assert (len(chunks), chunks[-1].sampling) == (2, None)
+    assert good.tokens == alone(request("good")).tokens
+    assert under_test.stats().kv_blocks_used == 0
 
 
 class RefusingRunner(ScriptedRunner):

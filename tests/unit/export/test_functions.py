@@ -102,6 +102,23 @@ def test_rms_norm_of_zeros_is_zero() -> None:
     np.testing.assert_array_equal(got, 0)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_squared_norm_is_a_float32_sum(dtype: type) -> None:
+    x = (normal(5, 8) * 300).astype(dtype)
+    got = call("SquaredNorm", x)[0]
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got[:, 0], (x.astype(np.float64) ** 2).sum(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [1e25, -1e25, np.inf, -np.inf, np.nan])
+def test_squared_norm_is_not_finite_where_the_rms_norm_is_no_norm(value: float) -> None:
+    x = normal(3, 8)
+    x[1, 5] = value
+    normed = call("RMSNorm", x, np.ones(8, np.float32), epsilon=1e-6)[0]
+    assert not normed[1, :5].any() or np.isnan(normed[1, 5])
+    assert np.isfinite(call("SquaredNorm", x)[0][:, 0]).tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotary_multiplies_complex_pairs(interleaved: bool) -> None:
     positions = np.array([[0, 5, 1000], [2, -1, 7]], np.int32)

@@ -58,6 +58,7 @@ def test_inputs_and_outputs_are_those_of_the_design(tmp_path: Path) -> None:
     }
     assert interface(model.graph.output) == {
         "logits": (real, ["B", 40]),
+        "squared_norms": (real, ["T", 1]),
         "new_kv.0": (real, ["B", "S", 16]),
         "new_kv.1": (real, ["B", "S", 16]),
     }

@@ -55,7 +55,7 @@ def logits_of(program: Program, operators: dict) -> np.ndarray:
         Prefill((TOKENS,), (TOKENS,), lens, lens, None),
         {name: torch.zeros(2, 16, width) for name in names},
     )
-    (logits,) = model.forward(step)
+    logits, _ = model.forward(step)
     return logits.numpy()
 
 

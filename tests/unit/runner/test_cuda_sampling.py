@@ -17,7 +17,12 @@ pytest.importorskip("triton")
 from deepseek_triton.kernels.launch import launches_in_turn  # noqa: E402
 from deepseek_triton.request import SamplingParams  # noqa: E402
 from deepseek_triton.runner.base import RowSampling  # noqa: E402
-from deepseek_triton.runner.cuda_sampling import choose, greedy, unpack  # noqa: E402
+from deepseek_triton.runner.cuda_sampling import (  # noqa: E402
+    choose,
+    greedy,
+    refuse_overflowed,
+    unpack,
+)
 from deepseek_triton.runner.sampler import sample  # noqa: E402
 
 VOCAB = 300
@@ -128,3 +133,15 @@ def test_rows_that_are_not_finite_are_refused_as_on_the_host_and_harm_no_other(
     refused |= {"zeros", "-zeros"}
     if not KINDS[kind].params.penalized:
         assert {name for name, fits in zip(NASTY, given, strict=True) if not fits} == refused
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_row_with_any_token_that_overflowed_is_refused_and_no_other(value: float) -> None:
+    ends = torch.tensor([0, 3, 4, 8, 8, 8], dtype=torch.int32)  # two rows of a bucket are unused
+    for token, refused in ((0, [0]), (2, [0]), (3, [1]), (4, [2]), (7, [2]), (9, [])):
+        norms = torch.rand(10, 1)
+        norms[token] = value
+        packed = torch.arange(10, dtype=torch.int32).view(2, 5)
+        refuse_overflowed(packed, norms, ends)
+        assert [i for i in range(5) if packed[0, i] < 0] == refused
+        assert packed[1].tolist() == [5, 6, 7, 8, 9]

@@ -204,7 +204,7 @@ def best_of(
     places = [[i] for i in range(len(logits))]
 
     def forward(rows: Any, names: Any) -> Any:
-        return [values, order, totals], places
+        return [values, order, totals], places, ()
 
     monkeypatch.setattr(runner._model, "_forward", forward)
     result = runner.run(DECODE[: len(logits)])
@@ -219,7 +219,7 @@ def test_of_equal_logits_the_lowest_id_is_chosen(
     values = np.array([[5.0, 5, 5, 0, 0, 0, 0, 0]], np.float32)
     ids = np.array([[900, 4000, 30, 1, 2, 3, 4, 5]])
     totals = np.exp(logits - 5).sum(axis=1, keepdims=True)
-    monkeypatch.setattr(runner._model, "_forward", lambda *_: ([values, ids, totals], [[0]]))
+    monkeypatch.setattr(runner._model, "_forward", lambda *_: ([values, ids, totals], [[0]], ()))
     assert runner.run(DECODE[:1]).token_ids.tolist() == [30]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from deepseek_triton.build.pipeline import build_engine, is_current
+from deepseek_triton.checkpoint.names import EMBEDDING
 from deepseek_triton.checkpoint.presets import preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.config import SchedulerConfig
@@ -105,6 +107,26 @@ def test_drafts_that_are_always_wrong_cost_time_only(
     assert answers(taken) == answers(expected)
     assert stats.draft_tokens_total > 50
     assert stats.draft_tokens_accepted_total == 0
+
+
+def test_a_wrong_draft_that_overflows_harms_nobody(
+    engines: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loud = 4000
+    shutil.copytree(DEMO, tmp_path / "demo")
+    for file in (tmp_path / "demo").glob("*.safetensors"):
+        tensors = load_file(file)
+        if EMBEDDING in tensors:
+            tensors[EMBEDDING][loud] = 1e25
+            save_file(tensors, file)
+    build_engine(tmp_path / "demo", tmp_path / "engine", draft=True)
+    expected, _ = generate(engines[0], SAMPLINGS["greedy"])
+    monkeypatch.setattr(
+        OnnxRuntimeRunner, "_draft", lambda self, rows, *_: {i: (loud,) for i in range(len(rows))}
+    )
+    taken, stats = generate(tmp_path / "engine", SAMPLINGS["greedy"])
+    assert answers(taken) == answers(expected)
+    assert stats.draft_tokens_total > 50
 
 
 def test_the_first_draft_is_mostly_right(engines: tuple[Path, Path]) -> None:
