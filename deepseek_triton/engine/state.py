@@ -125,7 +125,7 @@ class RequestState:
             more_banned_ids=self.request.more_end_ids if ban else (),
             allowed=None if self.guide is None else self.guide.allowed(),
         )
-        if sampling.plain and self.guide is None:  # and so for every token from here on
+        if sampling.plain and not drafts and self.guide is None:  # and so from here on
             self._plain = sampling
         return sampling
 
