@@ -54,7 +54,7 @@ def combine_project(
     most_v = max(16, triton.next_power_of_2(v_dim))
     sizes = {"HEADS": heads, "RANK": rank, "V_DIM": v_dim}
     if batch == 1:
-        block_v = min(32, most_v)
+        block_v = min(16, most_v)
         _combine_project_one[(heads * triton.cdiv(v_dim, block_v),)](
             values, lse, w_uv, out, splits,
             BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=max(16, triton.next_power_of_2(rank)),

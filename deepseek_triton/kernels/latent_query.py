@@ -49,7 +49,8 @@ def latent_query(
         RANK=rank, BLOCK_D=triton.next_power_of_2(rank), BLOCK_R=block_r,
         ROPE=rope, BLOCK_P=triton.next_power_of_2(rope),
         HEADS=heads, BLOCK_B=block_b, ROWS=rows,
-        INTERLEAVED=interleaved, IEEE=q.dtype == torch.float32, **dependent_launch(q),
+        INTERLEAVED=interleaved, IEEE=q.dtype == torch.float32,
+        num_warps=2 if batch == 1 else 4, **dependent_launch(q),
     )  # fmt: skip
     return out
 
