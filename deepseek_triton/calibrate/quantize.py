@@ -139,10 +139,10 @@ class _Job:
         self._spec, self._reader, self._workspace = spec, reader, workspace
         self._calibrated = options.method == "awq"
         self._scheme = Scheme(options.group_size, options.symmetric, reader.dtype(EMBEDDING))
-        self.nbytes = 0
+        # Of the files: FP8 weights are presented as the float32 that they stand for.
+        self.nbytes = sum(f.stat().st_size for f in {reader.file(name) for name in reader.names()})
         self._by_layer: dict[int, list[str]] = {}  # −1: of no layer
         for name in reader.names():
-            self.nbytes += math.prod(reader.shape(name)) * reader.dtype(name).itemsize
             match = re.match(r"model\.layers\.(\d+)\.", name)
             self._by_layer.setdefault(int(match[1]) if match else -1, []).append(name)
         layers = range(spec.num_layers)
