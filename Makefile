@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 SEED   ?= 0
+DTYPE  ?= float32
+SHARDS ?= 1
 # The release that the GPU kernels were measured with. Apart from the test extra, since a torch that is built
 # for CUDA asks for the one of its own.
 KERNEL_LANGUAGE := triton==3.6.0
@@ -26,7 +28,7 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 GATEWAY_PORT ?= 8080
 # Recipes read what the user gave from the environment, where no quote or space can break them.
-export OUT CHECKPOINT ENGINE PRECISION TARGET PROVIDER DRAFT INT4_ACCURACY METHOD GROUP SYMMETRIC CALIBRATION TEXT REFERENCE ARCH SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT GATEWAY_PORT TRITON API_KEYS
+export OUT CHECKPOINT ENGINE PRECISION TARGET PROVIDER DRAFT INT4_ACCURACY METHOD GROUP SYMMETRIC CALIBRATION TEXT REFERENCE ARCH CONFIG DTYPE SHARDS SEED HOST HTTP_PORT GRPC_PORT METRICS_PORT GATEWAY_PORT TRITON API_KEYS
 
 .PHONY: help setup setup-test setup-onnxruntime-gpu demo checkpoint engine quantize evaluate serve gateway up check test perf-smoke clean
 
@@ -61,8 +63,8 @@ setup-onnxruntime-gpu: setup ## replace ONNX Runtime in .venv by its release wit
 demo: setup ## [ARCH=v2-lite|v2|v3|llama|coder|qwen2|moe]: build an engine, serve it, stream one completion over gRPC and HTTP
 	@$(BIN)/python build_scripts/demo.py --arch "$$ARCH"
 
-checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3|llama|coder|qwen2|moe] [SEED=0]: write a small random checkpoint
-	@$(BIN)/python build_scripts/make_checkpoint.py --out "$$OUT" --arch "$${ARCH:-v2-lite}" --seed "$$SEED"
+checkpoint: setup ## OUT=dir [ARCH=v2-lite|v2|v3|llama|coder|qwen2|moe or CONFIG=config.json] [DTYPE=float32|float16|bfloat16] [SHARDS=1] [SEED=0]: write a random checkpoint, small or as large as CONFIG says
+	@$(BIN)/python build_scripts/make_checkpoint.py --out "$$OUT" --arch "$$ARCH" --config "$$CONFIG" --dtype "$$DTYPE" --shards "$$SHARDS" --seed "$$SEED"
 
 engine: setup ## CHECKPOINT=dir ENGINE=dir [PRECISION=fp32] [TARGET=onnxruntime] [PROVIDER=cpu|cuda] [DRAFT=mtp] [INT4_ACCURACY=4|0]: build an engine directory (more: docs/tensorrt.md, docs/tensorrt-llm.md)
 	@$(BIN)/python build_scripts/build_engine.py --checkpoint "$$CHECKPOINT" --engine "$$ENGINE" --precision "$$PRECISION" --target "$$TARGET" --provider "$$PROVIDER" --draft "$$DRAFT" --int4-accuracy "$$INT4_ACCURACY" \

@@ -12,12 +12,14 @@ from types import FrameType
 
 from deepseek_triton.arguments import ArgumentParser, choice, whole_number, whole_number_or_empty
 from deepseek_triton.build import graph_report
+from deepseek_triton.build.engine_dir import EngineDir
 from deepseek_triton.build.limits import CallLimits
 from deepseek_triton.build.parallel import Parallel
 from deepseek_triton.build.pipeline import build_engine
 from deepseek_triton.build.targets import TARGETS
 from deepseek_triton.checkpoint.config import find_config
 from deepseek_triton.errors import DeepseekTritonError
+from deepseek_triton.runner.ort_memory import memory_for_weights
 from deepseek_triton.text.tokenizer import Tokenizer
 
 
@@ -76,6 +78,8 @@ def main() -> int:
         return 130
     size = sum(entry.size for entry in manifest.files)
     print(f"{args.engine}: {manifest.target} engine, {manifest.precision}, {size / 1e6:,.1f} MB")
+    if needed := memory_for_weights(EngineDir(Path(args.engine), manifest)):
+        print(f"to serve it, its weights take {needed / 1e9:,.1f} GB of memory")
     return 0
 
 

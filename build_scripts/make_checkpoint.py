@@ -1,4 +1,4 @@
-"""Write a small DeepSeek checkpoint with random weights, in Hugging Face form."""
+"""Write a DeepSeek checkpoint with random weights, in Hugging Face form."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from deepseek_triton.arguments import ArgumentParser, choice, label, whole_number
+from deepseek_triton.checkpoint.fields import read_json_object
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
 from deepseek_triton.checkpoint.random import WEIGHT_DTYPES, write_random_checkpoint
 from deepseek_triton.errors import DeepseekTritonError
@@ -15,13 +16,16 @@ def main() -> int:
     """Parse the command line, write the folder, return the exit status."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--arch", default="v2-lite", help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--arch", default="", help=f"one of {', '.join(PRESETS)} (v2-lite)")
+    parser.add_argument(
+        "--config", default="", help="in its place: a model's published config.json"
+    )
     parser.add_argument(
         "--seed", type=whole_number(0), default=0, help="the same seed gives the same bytes"
     )
     parser.add_argument("--dtype", default="float32", type=choice(*WEIGHT_DTYPES))
     parser.add_argument(
-        "--num-shards", type=whole_number(1), default=1, help="weight files to split into"
+        "--shards", type=whole_number(1), default=1, help="weight files to split into"
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace another random checkpoint at OUT"
@@ -30,19 +34,23 @@ def main() -> int:
     if not args.out:
         kinds = "|".join(PRESETS)
         parser.error(f"{label('--out')}: empty; make checkpoint OUT=dir [ARCH={kinds}] [SEED=0]")
+    if args.arch and args.config:
+        parser.error(f"{label('--config')}: takes the place of {label('--arch')}; give one of them")
+    arch = args.arch or "v2-lite"
     try:
+        config = read_json_object(Path(args.config)) if args.config else preset_config(arch)
         path = write_random_checkpoint(
             Path(args.out),
-            preset_config(args.arch),
+            config,
             args.seed,
             dtype=args.dtype,
-            num_shards=args.num_shards,
+            num_shards=args.shards,
             overwrite=args.overwrite,
         )
     except DeepseekTritonError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{path}: a {args.arch} checkpoint with random weights, seed {args.seed}")
+    print(f"{path}: a {args.config or arch} checkpoint with random weights, seed {args.seed}")
     return 0
 
 

@@ -164,7 +164,7 @@ class CacheConfig(_Checked):
     memory_fraction: float = _setting(
         "kv_cache_memory_fraction",
         0.25,
-        "Share of the memory available at start that the KV pools may take.",
+        "Share that the KV pools may take of the memory that the weights leave.",
         minimum=0.001,
         maximum=0.95,
     )

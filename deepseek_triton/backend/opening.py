@@ -19,6 +19,7 @@ from deepseek_triton.kv_cache.sizing import available_memory, num_blocks_for
 from deepseek_triton.runner.base import ModelRunner
 from deepseek_triton.runner.onnxruntime import OnnxRuntimeRunner
 from deepseek_triton.runner.onnxruntime_cuda import OnnxRuntimeCudaRunner
+from deepseek_triton.runner.ort_memory import memory_for_weights, require_memory
 from deepseek_triton.runner.tensorrt import TensorRTRunner
 from deepseek_triton.text.guide import GuideCompiler, Guides
 from deepseek_triton.text.tokenizer import TOKENIZER_FILE
@@ -111,7 +112,9 @@ def _load_onnxruntime(
     if engine_dir.manifest.provider == "cuda":
         size_pool = partial(_size_pool, config, engine_dir, limits)
         return OnnxRuntimeCudaRunner(engine_dir, num_blocks=size_pool)
-    num_blocks = _size_pool(config, engine_dir, limits, available_memory())
+    require_memory(engine_dir)
+    left = max(0, available_memory() - memory_for_weights(engine_dir))
+    num_blocks = _size_pool(config, engine_dir, limits, left)
     return OnnxRuntimeRunner(engine_dir, num_blocks=num_blocks, num_threads=config.num_threads)
 
 

@@ -23,7 +23,7 @@ from deepseek_triton.build.trtllm_scripts import (
 from deepseek_triton.build.trtllm_weights import RankWeights
 from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.checkpoint.spec import ModelSpec
-from deepseek_triton.checkpoint.writer import write_safetensors
+from deepseek_triton.checkpoint.writer import require_space, write_safetensors
 from deepseek_triton.export.precision import find_precision
 
 RELEASE = "1.2.1"
@@ -51,10 +51,13 @@ def write_checkpoint(
     parallel.check(spec)
     dtype = find_precision(precision).dtype
     config = checkpoint_config(spec, precision, parallel, reader.int4_group_size())
-    for rank in range(parallel.world_size):
-        weights = RankWeights(spec, reader, parallel, rank, dtype)
-        path = folder / f"rank{rank}.safetensors"
-        write_safetensors(path, weights.tensors(), reader.release)
+    ranks = [
+        RankWeights(spec, reader, parallel, rank, dtype).tensors()
+        for rank in range(parallel.world_size)
+    ]
+    require_space(folder.parent, sum(tensor.nbytes for tensors in ranks for tensor in tensors))
+    for rank, tensors in enumerate(ranks):
+        write_safetensors(folder / f"rank{rank}.safetensors", tensors, reader.release)
     for name, text in (
         (CONFIG_FILE, json.dumps(config, indent=1) + "\n"),
         (BUILD_SCRIPT, build_script(DTYPES[precision], limits, parallel)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from deepseek_triton.calibrate.experts import ExpertWeights, Routing
 from deepseek_triton.calibrate.groups import Expert, Folding, ScaleGroup, experts, scale_groups
@@ -23,6 +25,8 @@ from deepseek_triton.quantize.awq_search import (
     search_clip,
 )
 from deepseek_triton.quantize.int4 import Int4Weight
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,12 @@ class LayerQuantizer:
         self, spec: ModelSpec, reader: CheckpointReader, layer: int, scheme: Scheme
     ) -> None:
         self._spec, self._reader, self._layer, self._scheme = spec, reader, layer, scheme
-        self._groups = tuple(scale_groups(spec, layer))
+        # What cannot be rounded needs no statistics, which cost K × K numbers a token.
+        self._groups = tuple(
+            group
+            for group in scale_groups(spec, layer)
+            if group.others or any(map(self._can_round, group.linears))
+        )
         self._experts = experts(spec, layer)
         self._sums: dict[str, Activations] = {}
         self._routing = Routing()
@@ -71,7 +80,8 @@ class LayerQuantizer:
         values = [group.value for group in self._groups]
         values += routing if self._experts else []
         model = LayerModel(self._spec, self._reader, self._layer, values)
-        for window, output in zip(windows, outputs, strict=True):
+        pairs = zip(windows, outputs, strict=True)
+        for window, output in _progress(pairs, "windows", len(windows)):
             output[:], found = model.run(window)
             for group in self._groups:
                 x = found[group.value]
@@ -92,7 +102,8 @@ class LayerQuantizer:
         for group in self._groups:
             for module in group.linears:
                 yield from self._round(module, self._sums.get(group.value))
-        for index, expert in enumerate(self._experts):
+        experts = _progress(enumerate(self._experts), "rounding experts", len(self._experts))
+        for index, expert in experts:
             yield from self._expert_linears(index, expert)
 
     def _run_experts(
@@ -103,7 +114,8 @@ class LayerQuantizer:
         An expert counts as much as the share of the tokens that reach it.
         """
         errors = np.zeros(len(scales))
-        for index, expert in enumerate(self._experts):
+        experts = _progress(enumerate(self._experts), "scales of experts", len(self._experts))
+        for index, expert in experts:
             tokens = self._routing.tokens_of(index)
             if tokens is None:
                 continue
@@ -142,29 +154,23 @@ class LayerQuantizer:
         """Yield the linear layer `module` in 4 bits; nothing if groups do not fill its channels."""
         if not self._can_round(module):
             return
-        weight, scheme, clip = self._read(module), self._scheme, None
-        folded = self.folding.apply(module + ".weight", weight)
-        moment = folded_moment = np.eye(weight.shape[1], dtype=np.float32)
+        name, scheme = module + ".weight", self._scheme
+        weight = folded = self._read(module)
+        if self.folding.changes(name):
+            folded = self.folding.apply(name, weight)
+        clip = moment = folded_moment = None
         if sums is not None:
             scale = self.folding.scale_of(module)
             moment = sums.moment
             folded_moment = moment / (scale[:, None] * scale)
             clip = search_clip(folded, folded_moment, scheme)
         rounded = scheme.quantize(folded, clip)
-
-        def error(exact: NDArray[np.float32], found: Int4Weight, m: NDArray[np.float32]) -> float:
-            energy = max(output_error(exact, m), 1e-30)
-            return output_error(exact - found.dequantize(), m) / energy
-
-        yield QuantizedLinear(
-            rounded,
-            LinearReport(
-                name=module,
-                tokens=sums.count if sums is not None else 0,
-                rtn_error=error(weight, scheme.quantize(weight), moment),
-                error=error(folded, rounded, folded_moment),
-            ),
-        )
+        error = _relative_error(folded, rounded, folded_moment)
+        rtn_error = error
+        if clip is not None or folded is not weight:
+            rtn_error = _relative_error(weight, scheme.quantize(weight), moment)
+        count = sums.count if sums is not None else 0
+        yield QuantizedLinear(rounded, LinearReport(module, count, rtn_error, error))
 
     def _expert_weights(self, expert: Expert) -> ExpertWeights:
         return ExpertWeights(*(self._read(module) for module in expert.linears))
@@ -180,3 +186,16 @@ class LayerQuantizer:
                 "fetch it again"
             )
         return weight
+
+
+def _progress(items: Iterable[T], what: str, total: int) -> Iterable[T]:
+    """Return `items` below a bar that goes when it is full, if there is a terminal."""
+    bar: Iterable[T] = tqdm(items, desc=what, total=total, leave=False, disable=None)
+    return bar
+
+
+def _relative_error(
+    exact: NDArray[np.float32], found: Int4Weight, moment: NDArray[np.float32] | None
+) -> float:
+    energy = max(output_error(exact, moment), 1e-30)
+    return output_error(exact - found.dequantize(), moment) / energy

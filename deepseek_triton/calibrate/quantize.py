@@ -31,10 +31,11 @@ from deepseek_triton.checkpoint.fields import read_json_object
 from deepseek_triton.checkpoint.names import EMBEDDING, validate_checkpoint
 from deepseek_triton.checkpoint.reader import CheckpointReader
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.checkpoint.writer import require_space
 from deepseek_triton.errors import BuildError, ConfigError
 from deepseek_triton.quantize.awq_search import Scheme
 from deepseek_triton.quantize.checkpoint import open_checkpoint
-from deepseek_triton.quantize.pack import packed_tensors, quantization_config
+from deepseek_triton.quantize.pack import packed_nbytes, packed_tensors, quantization_config
 from deepseek_triton.text.documents import token_stream
 from deepseek_triton.text.tokenizer import Tokenizer
 
@@ -138,10 +139,10 @@ class _Job:
         self._spec, self._reader, self._workspace = spec, reader, workspace
         self._calibrated = options.method == "awq"
         self._scheme = Scheme(options.group_size, options.symmetric, reader.dtype(EMBEDDING))
-        self.nbytes = 0
+        # Of the files: FP8 weights are presented as the float32 that they stand for.
+        self.nbytes = sum(f.stat().st_size for f in {reader.file(name) for name in reader.names()})
         self._by_layer: dict[int, list[str]] = {}  # −1: of no layer
         for name in reader.names():
-            self.nbytes += math.prod(reader.shape(name)) * reader.dtype(name).itemsize
             match = re.match(r"model\.layers\.(\d+)\.", name)
             self._by_layer.setdefault(int(match[1]) if match else -1, []).append(name)
         layers = range(spec.num_layers)
@@ -149,7 +150,9 @@ class _Job:
         self.modules = [m for layer in layers for m in linear_modules(spec, layer)]
 
     def run(self, windows: NDArray[np.int32]) -> None:
-        """Write every part that is not finished yet."""
+        """Write every part that is not finished yet; BuildError if the disk has no room."""
+        states = 2 * windows.size * self._spec.hidden_size * 4  # of one layer and of the next
+        require_space(self._workspace.folder, self.nbytes_left() + states)
         for layer in tqdm(
             range(self._spec.num_layers), desc="quantize", unit="layer", disable=None
         ):
@@ -161,6 +164,27 @@ class _Job:
                 for name in self._by_layer.get(layer, []):
                     self._keep(shards, name, Folding())
             self._finish(_REST, shards, [])
+
+    def nbytes_left(self) -> int:
+        """Return the bytes of the tensors that parts which are not finished will have."""
+        modules, total = set(self.modules), 0
+        for layer, names in self._by_layer.items():
+            part = _part(layer) if 0 <= layer < self._spec.num_layers else _REST
+            if self._workspace.record(part) is None:
+                total += sum(self._nbytes_written(name, modules) for name in names)
+        return total
+
+    def _nbytes_written(self, name: str, modules: set[str]) -> int:
+        shape, scheme = self._reader.shape(name), self._scheme
+        if name.removesuffix(".weight") in modules and shape[1] % scheme.group_size == 0:
+            return packed_nbytes(
+                (shape[0], shape[1]),
+                scheme.group_size,
+                symmetric=scheme.symmetric,
+                scale_itemsize=scheme.scale_dtype.itemsize,
+            )
+        kept = self._kept_dtype(name, self._reader.dtype(name), len(shape))
+        return math.prod(shape) * kept.itemsize
 
     def records(self) -> list[dict[str, Any]]:
         """Return what is recorded of all parts, in order."""
@@ -210,10 +234,12 @@ class _Job:
         array = self._reader.read(name)
         if folding.changes(name):
             array = folding.apply(name, array)
-        narrow = self._scheme.scale_dtype
-        if array.dtype == np.float32 and array.ndim == 2 and not name.endswith(_ROUTER):
-            array = array.astype(narrow)
-        shards.add(name, array)
+        kept = self._kept_dtype(name, array.dtype, array.ndim)
+        shards.add(name, array.astype(kept, copy=False))
+
+    def _kept_dtype(self, name: str, dtype: np.dtype[Any], ndim: int) -> np.dtype[Any]:
+        narrowed = dtype == np.float32 and ndim == 2 and not name.endswith(_ROUTER)
+        return self._scheme.scale_dtype if narrowed else dtype
 
     def _finish(self, part: str, shards: ShardWriter, linears: list[dict[str, Any]]) -> None:
         shards.flush()

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +27,7 @@ from deepseek_triton.checkpoint.fields import read_json_object
 from deepseek_triton.checkpoint.names import EMBEDDING, LM_HEAD, NamedShape, expected_tensors
 from deepseek_triton.checkpoint.reader import INDEX_FILE, SINGLE_FILE, CheckpointReader
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.checkpoint.writer import require_space
 from deepseek_triton.errors import CheckpointError, ConfigError, DeepseekTritonError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -58,7 +59,8 @@ def write_random_checkpoint(
     Needs a few MB of memory whatever the size. The folder appears complete, by rename. If it exists
     already as the product of the same arguments it is kept; another product of this function is
     replaced when `overwrite` is set; any other folder is never touched (CheckpointError).
-    Raises ConfigError for a bad argument and CheckpointError for a bad config or a write error.
+    Raises ConfigError for a bad argument, CheckpointError for a bad config or a write error, and
+    BuildError before it writes to a disk that has no room.
     """
     path = Path(os.path.abspath(out))
     full_config = _complete_config(config, seed, dtype, num_shards)
@@ -70,6 +72,7 @@ def write_random_checkpoint(
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
+        require_space(path.parent, _total_size(expected_tensors(spec), dtype))
         _write_small_files(temporary, full_config)
         _write_weights(temporary, spec, seed, dtype, num_shards)
         if path.exists():
@@ -100,8 +103,10 @@ def _complete_config(
     family = FAMILIES.get(config.get("model_type", ""))
     names = [] if family is None else [family.class_name]
     marker = {"seed": seed, "num_shards": num_shards, "version": _RECIPE_VERSION}
-    defaults = {"architectures": names, "torch_dtype": dtype, **_SPECIAL_IDS}
-    return defaults | config | {"torch_dtype": dtype, _MARKER: marker}
+    # The tokenizer is ours and the weights are plain, whatever the published ones were.
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    ours = {"torch_dtype": dtype, **_SPECIAL_IDS, _MARKER: marker}
+    return {"architectures": names} | plain | ours
 
 
 def _exists_already(path: Path, config: dict[str, Any], overwrite: bool) -> bool:
@@ -135,6 +140,10 @@ def _is_complete(path: Path) -> bool:
     return all((path / name).is_file() for name in TOKENIZER_FILES)
 
 
+def _total_size(tensors: Iterable[NamedShape], dtype: str) -> int:
+    return sum(math.prod(t.shape) * _dtype_of(t, dtype)[1].itemsize for t in tensors)
+
+
 def _write_small_files(folder: Path, config: dict[str, Any]) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {key: config[key] for key in _SPECIAL_IDS})
@@ -154,7 +163,7 @@ def _write_weights(folder: Path, spec: ModelSpec, seed: int, dtype: str, num_sha
     if num_shards > 1:
         count = len(shards)
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        total = sum(math.prod(t.shape) * _dtype_of(t, dtype)[1].itemsize for t in tensors)
+        total = _total_size(tensors, dtype)
         weight_map = {
             t.name: name for name, shard in zip(names, shards, strict=True) for t in shard
         }

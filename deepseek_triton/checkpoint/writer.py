@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from deepseek_triton.checkpoint.convert import PIECE_BYTES, narrowed
+from deepseek_triton.errors import BuildError
 
 _DTYPE_NAMES = {
     np.dtype(np.float32): "F32",
@@ -64,6 +66,16 @@ class LazyTensor:
             raise ValueError(f"{self.name}: blocks hold {written} bytes of {self.nbytes}")
 
 
+def require_space(folder: Path, nbytes: int) -> None:
+    """Raise BuildError if the disk of `folder`, which exists, has no room for `nbytes` more."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise BuildError(
+            f"{folder}: {nbytes / 1e9:,.1f} GB are to be written, {free / 1e9:,.1f} GB of the disk "
+            "are free; free space or use another disk"
+        )
+
+
 def write_safetensors(
     path: Path,
     tensors: Sequence[LazyTensor],
@@ -86,7 +98,8 @@ def write_safetensors(
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     unreleased = 0
-    bar = tqdm(total=offset, desc=path.name, unit="B", unit_scale=True, disable=None)
+    # leave=None: below another bar it goes when it is full, else a large model fills the screen.
+    bar = tqdm(total=offset, desc=path.name, unit="B", unit_scale=True, disable=None, leave=None)
     with path.open("wb") as file, bar:
         file.write(len(header).to_bytes(8, "little") + header)
         for tensor in tensors:

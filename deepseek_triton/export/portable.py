@@ -19,9 +19,7 @@ With a draft (export/mtp.py) there is a third file, draft.onnx, and the model ha
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ import onnx
 
 from deepseek_triton.checkpoint.names import FINAL_NORM
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.checkpoint.writer import require_space
 from deepseek_triton.errors import BuildError, ConfigError
 from deepseek_triton.export.attention import new_row_outputs, pool_inputs
 from deepseek_triton.export.decoder import (
@@ -130,16 +129,13 @@ def _new_folder(out_dir: Path, nbytes: int) -> Iterator[Path]:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
         temporary.chmod(0o755)  # mkdtemp makes it private
-        if shutil.disk_usage(temporary).free < nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        require_space(out_dir.parent, nbytes)
         yield temporary
         temporary.rename(out_dir)
     except OSError as error:
         reason = error.strerror or str(error)
         if error.filename is not None:
             reason += f": {error.filename}"
-        if error.errno == errno.ENOSPC:
-            reason += f": the weights need {nbytes / 1e6:,.1f} MB; free space or use another disk"
         raise BuildError(f"{out_dir} cannot be written: {reason}") from error
     finally:
         if temporary is not None:

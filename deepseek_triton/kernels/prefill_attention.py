@@ -19,6 +19,8 @@ from deepseek_triton.kernels.prefill_attention_hopper import (
     prefill_attention_hopper,
 )
 
+_MOST_EMPTY = 32  # room for queries (rows times `max_q`) of one that is there
+
 
 @dataclass(frozen=True)
 class PrefillTile:
@@ -59,9 +61,10 @@ def prefill_attention(
     any strides but in the last dimension, which is contiguous. Row i of the batch is queries
     cu_q[i] … cu_q[i + 1] and keys cu_k[i] … cu_k[i + 1] (int32, [R + 1]); the queries are the last
     of the keys. `max_q` is the most queries of a row. The kernel is that of `tile`, else the
-    Hopper one where it fits.
+    Hopper one where it fits and most of its programs, large ones, have queries.
     """
-    if isinstance(tile, HopperTile) or (tile is None and fits(q, k, v, k_rope)):
+    crowded = (len(cu_q) - 1) * max_q <= _MOST_EMPTY * len(q)
+    if isinstance(tile, HopperTile) or (tile is None and crowded and fits(q, k, v, k_rope)):
         return prefill_attention_hopper(
             q, k, v, cu_q, cu_k, max_q=max_q, scale=scale, k_rope=k_rope, out=out, tile=tile
         )

@@ -89,9 +89,10 @@ def scale_errors(
     return np.array(errors)
 
 
-def output_error(difference: NDArray[np.float32], moment: NDArray[np.float32]) -> float:
-    """Return tr(Δ M Δᵀ) for Δ [N, K] and M [K, K]."""
-    return float(np.einsum("nk,nk->", difference @ moment, difference, dtype=np.float64))
+def output_error(difference: NDArray[np.float32], moment: NDArray[np.float32] | None) -> float:
+    """Return tr(Δ M Δᵀ) for Δ [N, K] and M [K, K]; None is the identity, without its product."""
+    product = difference if moment is None else difference @ moment
+    return float(np.einsum("nk,nk->n", product, difference).sum(dtype=np.float64))
 
 
 def search_clip(

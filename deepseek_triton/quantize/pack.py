@@ -48,6 +48,16 @@ def packed_tensors(
     return tensors
 
 
+def packed_nbytes(
+    shape: tuple[int, int], group_size: int, *, symmetric: bool, scale_itemsize: int
+) -> int:
+    """Return the bytes of `packed_tensors` for a weight [N, K] in groups that fill K."""
+    rows, columns = shape
+    groups = columns // group_size
+    zeros = 0 if symmetric else -(-rows // _IN_WORD) * groups * 4
+    return rows * -(-columns // _IN_WORD) * 4 + rows * groups * scale_itemsize + zeros + 2 * 8
+
+
 def quantization_config(
     group_size: int, *, symmetric: bool, ignore: Sequence[str]
 ) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import TopLogProbs
 from deepseek_triton.runner.acceptance import accept, by_row, following
 from deepseek_triton.runner.base import RowScores, Speculation, StepResult, StepRow
+from deepseek_triton.runner.ort_memory import require_memory
 from deepseek_triton.runner.ort_model import ModelRow, ModelShape, PagedModel
 from deepseek_triton.runner.ort_session import allocate_pools, available_cores, open_session
 from deepseek_triton.runner.ort_shapes import AttentionShape
@@ -46,7 +47,8 @@ class OnnxRuntimeRunner:
         `num_threads` 0 means the cores that this process may use.
 
         Raises:
-            EngineMismatchError: the engine is for another target or ONNX Runtime version.
+            EngineMismatchError: the engine is for another target or ONNX Runtime version, or its
+                weights take more memory than there is.
             ConfigError: `num_blocks` or `num_threads` is out of range or memory is short.
         """
         if num_blocks < 1:
@@ -55,6 +57,7 @@ class OnnxRuntimeRunner:
             raise ConfigError(f"num_threads must be at least 0, not {num_threads}")
         manifest = engine.manifest
         _check_runtime(engine)
+        require_memory(engine)
         num_threads = num_threads or available_cores()
         model = manifest.model
         shape = _shape(model)

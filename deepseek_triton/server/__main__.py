@@ -16,6 +16,7 @@ from deepseek_triton.errors import ConfigError, DeepseekTritonError
 from deepseek_triton.gateway.__main__ import add_arguments as add_gateway_arguments
 from deepseek_triton.gateway.serving import interrupt_on_signals
 from deepseek_triton.log import configure_logging
+from deepseek_triton.runner.ort_memory import require_memory
 from deepseek_triton.server.engine_cache import cached_engine_path, ensure_engine
 from deepseek_triton.server.gateway import Gateway
 from deepseek_triton.server.launcher import running_server
@@ -78,7 +79,8 @@ def serve(parsed: argparse.Namespace) -> None:
         exit_timeout_s=parsed.exit_timeout,
         extra_args=tuple(parsed.extra_args),
     )
-    # The models check their settings too, but not before a server has started.
+    # The models check all this too, but not before a server has started and read the weights.
+    require_memory(load_engine_dir(options.engine_dir, verify_contents=False))
     EngineConfig.from_parameters({"engine_dir": str(options.engine_dir)})
     gateway = Gateway.prepare(parsed, options.engine_dir) if parsed.gateway else None
     with running_server(options) as server:

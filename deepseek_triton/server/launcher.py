@@ -28,6 +28,7 @@ from deepseek_triton.server.watchdog import start_watchdog
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_TELL_S = 10.0  # between two lines that say what is still loading
 _STUB_TIMEOUT_S = 300  # for a stub to import its packages from a cold disk
 _PORT_SETTINGS = ("--http-port", "--grpc-port", "--metrics-port")
 
@@ -98,17 +99,22 @@ class RunningServer:
         Raises:
             ServerError: the server ended, or is not ready in time; gives the reason from its log.
         """
-        deadline = time.monotonic() + self._options.ready_timeout_s
+        began = told = time.monotonic()
+        deadline = began + self._options.ready_timeout_s
         while not self._answers("/v2/health/ready"):
             if self._started.poll() is not None:
                 raise ServerError(f"tritonserver did not start:\n{self._reason()}")
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 missing = [m for m in self._options.model_names() if not self._model_ready(m)]
                 raise ServerError(
                     f"not ready after {self._options.ready_timeout_s:g} s, still waiting for "
                     f"{', '.join(missing) or 'the server'}; raise --ready-timeout if the engine "
                     f"is large:\n{self._reason()}"
                 )
+            if now - told >= _TELL_S:  # a large engine is read twice: to verify it and to load it
+                logger.info("the models are loading, %.0f s so far", now - began)
+                told = now
             time.sleep(_POLL_S)
         options = self._options
         self._stub_watch = StubWatch(self.pid, options.model_repository, options.model_names())

@@ -18,6 +18,12 @@ _CONSEQUENCE = re.compile(r"ensemble '[^']*' depends on|Invalid argument: ensemb
 _ERROR_LINE = re.compile(
     r"^E\d{4} |^error: |error while loading shared libraries|^Traceback|Error: "
 )
+# All that Triton knows of a model's process that ended while it loaded.
+_DIED = re.compile(r"Stub process '[^']*' is not healthy\.")
+_WHY_DIED = (
+    "its process ended while it loaded; if memory ran out, `dmesg` says so: free some, or build a "
+    "smaller engine (INT4: make quantize)"
+)
 # What Triton's GPU code says on any machine without one.
 _HARMLESS = re.compile(r"NVML|CudaDriverHelper|DCGM")
 
@@ -70,4 +76,5 @@ def _own_words(reason: str) -> str:
     """Cut Triton's status, its quoting and the traceback off a model's message."""
     text = reason.removesuffix('"').replace("\\n", "\n").replace('\\"', '"')
     text = text.partition("\n\nAt:\n")[0]
-    return re.sub(r"^(Internal|Invalid argument|Unavailable|Unknown|Not found): ", "", text).strip()
+    text = re.sub(r"^(Internal|Invalid argument|Unavailable|Unknown|Not found): ", "", text).strip()
+    return f"{text} {_WHY_DIED}" if _DIED.fullmatch(text) else text

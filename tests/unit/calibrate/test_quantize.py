@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,12 @@ from deepseek_triton.calibrate import quantize as module
 from deepseek_triton.calibrate.layer_model import embed
 from deepseek_triton.calibrate.layer_quantizer import LayerQuantizer
 from deepseek_triton.calibrate.quantize import QuantizeOptions, quantize_checkpoint
+from deepseek_triton.calibrate.statistics import Activations
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.presets import preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.checkpoint.reader import CheckpointReader
-from deepseek_triton.errors import CheckpointError, ConfigError
+from deepseek_triton.errors import BuildError, CheckpointError, ConfigError
 from deepseek_triton.quantize.awq_search import Scheme
 from deepseek_triton.request import RequestKey
 from deepseek_triton.runner.base import StepRow
@@ -155,6 +158,65 @@ def test_round_to_nearest_reads_no_text_and_changes_nothing_else(
     assert (np.abs(weight_of(after, name, 32) - exact) <= 0.55 * step).mean() > 0.95
 
 
+def test_what_cannot_be_rounded_collects_no_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V2-Lite's dense layer: groups of 128 do not fill its 10,944 channels."""
+    config = preset_config("v2-lite") | {"num_hidden_layers": 1, "intermediate_size": 208}
+    checkpoint = write_random_checkpoint(tmp_path / "checkpoint", config)
+    widths = []
+    of_width = Activations.of_width
+
+    def recorded(width: int) -> Activations:
+        widths.append(width)
+        return of_width(width)
+
+    monkeypatch.setattr(Activations, "of_width", recorded)
+    report = quantize_checkpoint(checkpoint, tmp_path / "out", OPTIONS, TEXT)
+    assert report["left_in_floating_point"] == ["model.layers.0.mlp.down_proj"]
+    assert widths and 208 not in widths
+    kept = CheckpointReader(tmp_path / "out").read("model.layers.0.mlp.down_proj.weight")
+    exact = CheckpointReader(checkpoint).read("model.layers.0.mlp.down_proj.weight")
+    np.testing.assert_array_equal(kept, exact)
+
+
+@pytest.mark.parametrize("group_size", [32, 128])  # 128 does not fill every layer
+def test_a_disk_without_room_is_refused_before_the_first_layer(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_size: int
+) -> None:
+    out, options = tmp_path / "out", QuantizeOptions("rtn", group_size)
+    needed = quantize_checkpoint(checkpoint, out, options, [])["bytes_after"]
+    other = tmp_path / "other"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    with pytest.raises(BuildError, match="GB are to be written"):
+        quantize_checkpoint(checkpoint, other, options, [])
+    assert not list(tmp_path.rglob("other*/*.safetensors"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
+    quantize_checkpoint(checkpoint, other, options, [])
+    assert (
+        contents(other)["model.safetensors.index.json"]
+        == (contents(out)["model.safetensors.index.json"])
+    )
+
+
+def test_rounding_to_nearest_multiplies_no_matrices(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product with the identity for each error took ten times as long as the rounding."""
+
+    def eye(*_: object, **__: object) -> None:
+        raise AssertionError("an identity matrix")
+
+    monkeypatch.setattr(np, "eye", eye)
+    report = quantize_checkpoint(checkpoint, tmp_path / "out", QuantizeOptions("rtn", 32), [])
+    reader, tensors = CheckpointReader(checkpoint), raw_tensors(tmp_path / "out")
+    for entry in report["linears"]:
+        exact = reader.read(entry["name"] + ".weight").astype(np.float64)
+        found = weight_of(tensors, entry["name"], 32)
+        expected = ((exact - found) ** 2).sum() / (exact**2).sum()
+        assert entry["error"] == entry["rtn_error"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     checkpoint = write_random_checkpoint(tmp_path / "checkpoint", V3, dtype="bfloat16")
     tensors = load_torch(checkpoint / "model.safetensors")
@@ -189,7 +251,8 @@ def test_an_fp8_checkpoint_is_read_as_what_it_stands_for(checkpoint: Path, tmp_p
         (folder / "config.json").write_text(json.dumps(config | extra))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_bytes((checkpoint / name).read_bytes())
-        quantize_checkpoint(folder, tmp_path / f"{folder.name}-out", OPTIONS, TEXT)
+        report = quantize_checkpoint(folder, tmp_path / f"{folder.name}-out", OPTIONS, TEXT)
+        assert report["bytes_before"] == (folder / file.name).stat().st_size
     expected, found = (raw_tensors(tmp_path / f"{name}-out") for name in ("dense", "fp8"))
     assert set(found) == set(expected)
     for name, array in expected.items():

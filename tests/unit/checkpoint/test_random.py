@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from deepseek_triton.checkpoint.names import validate_checkpoint
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
 from deepseek_triton.checkpoint.random import write_random_checkpoint
 from deepseek_triton.checkpoint.reader import CheckpointReader
-from deepseek_triton.errors import CheckpointError, ConfigError
+from deepseek_triton.errors import BuildError, CheckpointError, ConfigError
+from deepseek_triton.quantize.checkpoint import open_checkpoint
 from deepseek_triton.text.tokenizer import Tokenizer
 
 SCRIPT = Path(__file__).parents[3] / "build_scripts" / "make_checkpoint.py"
@@ -152,6 +155,32 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], mess
         write_random_checkpoint(tmp_path / "out", config, **arguments)
 
 
+def test_a_published_config_gets_our_tokenizers_ids_and_plain_weights(tmp_path: Path) -> None:
+    published = small("v3") | {
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+        "torch_dtype": "float8",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    folder = write_random_checkpoint(tmp_path / "out", published, dtype="bfloat16")
+    spec = read_model_spec(folder)
+    validate_checkpoint(open_checkpoint(folder, spec), spec)
+    tokenizer = Tokenizer.load(folder)
+    assert (spec.bos_token_id, spec.eos_token_ids) == (
+        tokenizer.bos_token_id,
+        (tokenizer.eos_token_id,),
+    )
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(BuildError, match="GB are to be written"):
+        write_random_checkpoint(tmp_path / "out", small())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_large_checkpoint_is_streamed(tmp_path: Path) -> None:
     """The writer's memory does not grow with the checkpoint: 100 MB are written, few are held."""
     code = (
@@ -185,9 +214,27 @@ def test_the_command_writes_a_checkpoint(tmp_path: Path) -> None:
     assert config["random_weights"]["seed"] == 5
 
 
+def test_the_command_takes_a_published_config(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(small("v2") | {"vocab_size": 5000}))
+    out = tmp_path / "out"
+    run = run_script(
+        *("--out", str(out), "--config", str(config), "--dtype", "bfloat16", "--shards", "2")
+    )
+    assert run.returncode == 0, run.stderr
+    assert read_model_spec(out).vocab_size == 5000
+    assert len(list(out.glob("model-0000?-of-00002.safetensors"))) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
+        (
+            ("--out", "x", "--arch", "v3", "--config", "c.json"),
+            2,
+            "error: CONFIG (--config): takes the place of ARCH (--arch)",
+        ),
+        (("--out", "x", "--config", "no.json"), 1, "error: no.json: cannot be read"),
         (("--out", ""), 2, "error: OUT (--out): empty; make checkpoint OUT=dir"),
         (("--out", "x", "--arch", "v9"), 1, "error: ARCH: 'v9' is unknown"),
         (("--out", "/proc/nope/out"), 1, "error: /proc/nope/out: the folder cannot be written"),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +11,7 @@ from safetensors import safe_open
 
 from deepseek_triton.checkpoint import writer
 from deepseek_triton.checkpoint.reader import CheckpointReader
-from deepseek_triton.checkpoint.writer import LazyTensor, write_safetensors
+from deepseek_triton.checkpoint.writer import LazyTensor, require_space, write_safetensors
 from deepseek_triton.errors import BuildError
 
 
@@ -60,3 +62,15 @@ def test_a_value_that_float16_cannot_hold_is_refused_by_name(tmp_path: Path) -> 
     tensor = LazyTensor("layers.3.weight", np.dtype(np.float16), (2,), [values])
     with pytest.raises(BuildError, match=r"layers\.3\.weight: .* beyond the range of fp16"):
         write_safetensors(tmp_path / "x.safetensors", [tensor], nothing)
+
+
+def test_a_disk_without_room_is_refused_with_both_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9_100_000_000))
+    require_space(tmp_path, 9_100_000_000)
+    with pytest.raises(BuildError) as caught:
+        require_space(tmp_path, 1_342_266_400_000)
+    assert str(caught.value).startswith(
+        f"{tmp_path}: 1,342.3 GB are to be written, 9.1 GB of the disk are free; "
+    )

@@ -173,7 +173,7 @@ def test_a_disk_known_to_be_too_small_is_refused_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(BuildError, match=r"No space left on device: the weights need 0\.\d MB"):
+    with pytest.raises(BuildError, match=f"^{tmp_path}: 0.0 GB are to be written"):
         export(tiny_spec(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

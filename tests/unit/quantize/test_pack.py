@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from deepseek_triton.quantize.int4 import Int4Weight, unpack_words
-from deepseek_triton.quantize.pack import pack_words, packed_tensors, quantization_config
+from deepseek_triton.quantize.pack import (
+    pack_words,
+    packed_nbytes,
+    packed_tensors,
+    quantization_config,
+)
 
 RNG = np.random.default_rng(0)
 HALF = np.dtype(np.float16)
@@ -46,3 +51,16 @@ def test_symmetric_weights_have_no_zero_points() -> None:
     config = quantization_config(16, symmetric=True, ignore=["lm_head"])
     assert config["config_groups"]["group_0"]["weights"]["symmetric"] is True
     assert (config["format"], config["ignore"]) == ("pack-quantized", ["lm_head"])
+
+
+@pytest.mark.parametrize("shape", [(10, 64), (16, 128), (3, 32)])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_bytes_are_known_before_the_tensors(shape: tuple[int, int], symmetric: bool) -> None:
+    codes = RNG.integers(0, 16, shape).astype(np.uint8)
+    groups = (shape[0], shape[1] // 16)
+    zeros = None if symmetric else np.zeros(groups, np.uint8)
+    weight = Int4Weight(codes, np.ones(groups, np.float32), zeros, 16)
+    tensors = packed_tensors("m", weight, HALF)
+    assert packed_nbytes(shape, 16, symmetric=symmetric, scale_itemsize=2) == sum(
+        tensor.nbytes for tensor in tensors.values()
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_triton.errors import ServerError
-from deepseek_triton.server import RunningServer, ServerOptions, running_server
+from deepseek_triton.server import RunningServer, ServerOptions, launcher, running_server
 from deepseek_triton.server.locate import ServerInstallation
 from deepseek_triton.server.process_group import is_running, members
 
@@ -123,6 +123,25 @@ def test_a_server_that_is_never_ready_names_the_model_and_the_setting(
         running_server(options, log_path=tmp_path / "log", installation=installation),
     ):
         pass
+
+
+def test_a_long_start_says_what_is_still_loading(
+    installation: ServerInstallation,
+    make_options: Options,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launcher, "_TELL_S", 0.3)
+    caplog.set_level("INFO")
+    options = dataclasses.replace(make_options(FAKE_NOT_READY="1"), ready_timeout_s=1.0)
+    with (
+        pytest.raises(ServerError),
+        running_server(options, log_path=tmp_path / "log", installation=installation),
+    ):
+        pass
+    told = [line for line in caplog.messages if line.startswith("the models are loading, ")]
+    assert 1 <= len(told) <= 3
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(

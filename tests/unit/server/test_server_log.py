@@ -34,6 +34,16 @@ def test_a_message_of_several_models_is_given_once() -> None:
     assert failure_reason(lines) == "model b, a: X: no manifest.json"
 
 
+def test_a_process_that_died_while_it_loaded_may_have_lacked_memory() -> None:
+    line = (
+        "E1130 05:04:01.819697 5835 model_lifecycle.cc:642] \"failed to load 'tensorrt_llm' "
+        "version 1: Internal: Stub process 'tensorrt_llm_0_0' is not healthy.\""
+    )
+    reason = failure_reason([line])
+    assert reason.startswith("model tensorrt_llm: Stub process 'tensorrt_llm_0_0' is not healthy. ")
+    assert "memory" in reason
+
+
 def test_an_ensemble_that_fails_with_its_model_is_not_the_reason() -> None:
     ensemble = load_failure("ensemble", "ensemble 'ensemble' depends on 'a' which has no version")
     assert failure_reason([ensemble, load_failure("a", "X: one")]) == "model a: X: one"
