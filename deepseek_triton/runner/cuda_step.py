@@ -6,15 +6,19 @@ token a row; a prefill step has ragged rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deepseek_triton.runner.base import StepRow
 from deepseek_triton.runner.cuda_batch import RaggedRows
+
+_ALIGNED = 4  # int32 numbers in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,7 @@ class Step:
 def packed_step(rows: Sequence[StepRow], pools: dict[str, Tensor], device: torch.device) -> Step:
     """Return a prefill step of `rows`, one after another, with the logits of their last tokens."""
     arrays = RaggedRows(rows, next(iter(pools.values())).shape[1])
-    parts = arrays.parts()
-    joined = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
-    ids, positions, slots, cu_q, cu_k, logit_rows, key_slots = joined.split(
-        [len(part) for part in parts]
-    )
+    ids, positions, slots, cu_q, cu_k, logit_rows, key_slots = _in_one_copy(arrays.parts(), device)
     attention = Prefill(
         arrays.q_lens,
         arrays.k_lens,
@@ -65,3 +65,18 @@ def packed_step(rows: Sequence[StepRow], pools: dict[str, Tensor], device: torch
         key_slots.long() if arrays.has_context else None,
     )
     return Step(ids, positions, slots, logit_rows.long(), attention, pools)
+
+
+def _in_one_copy(parts: Sequence[NDArray[Any]], device: torch.device) -> Iterator[Tensor]:
+    """Yield each of `parts` [n] as int32 on the device.
+
+    All begin at multiples of 16 bytes, as tensors of their own would: kernels are compiled once
+    more for pointers that do not.
+    """
+    starts = np.cumsum([0, *(-(-len(part) // _ALIGNED) * _ALIGNED for part in parts)])
+    host = np.zeros(starts[-1], np.int32)
+    for start, part in zip(starts, parts, strict=False):
+        host[start : start + len(part)] = part
+    joined = torch.from_numpy(host).to(device)
+    for start, part in zip(starts.tolist(), parts, strict=False):
+        yield joined[start : start + len(part)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from deepseek_triton.request import RequestKey
 from deepseek_triton.runner.base import StepRow
@@ -66,3 +67,26 @@ def test_prompts_fill_a_bucket_and_the_rest_is_padding() -> None:
     assert arrays.slots.tolist() == [4, 5, 6, 8, -1, -1, -1, -1]
     assert arrays.cu_lens.tolist() == [0, 3, 4, 4]
     assert arrays.logit_rows.tolist() == [2, 3, 0]
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (3, 2), (5, 4), (18, 7), (64, 3)])
+def test_what_travels_in_one_copy_is_aligned_as_in_the_warm_up(tokens: int, rows: int) -> None:
+    """Kernels are compiled once more for pointers that 16 does not divide: no request may wait."""
+    torch = pytest.importorskip("torch")
+    from deepseek_triton.runner.cuda_step import packed_step
+
+    table = list(range(1 + 2 * tokens // BLOCK_SIZE))
+    batch = [row(list(range(tokens + i)), i, table) for i in range(rows)]
+    step = packed_step(batch, {"pool": torch.zeros(99, BLOCK_SIZE, 1)}, torch.device("cpu"))
+    attention = step.attention
+    parts = [step.input_ids, step.positions, step.slots, attention.cu_q, attention.cu_k]
+    assert {(part.data_ptr() - parts[0].data_ptr()) % 16 for part in parts} == {0}
+    packed = RaggedRows(batch, BLOCK_SIZE)
+    assert step.input_ids.tolist() == packed.token_ids.tolist()
+    assert step.positions.tolist() == packed.positions.tolist()
+    assert step.slots.tolist() == packed.slots.tolist()
+    assert attention.cu_q.tolist() == packed.cu_q.tolist()
+    assert attention.cu_k.tolist() == packed.cu_k.tolist()
+    assert step.logit_rows.tolist() == packed.logit_rows.tolist()
+    if packed.has_context:
+        assert attention.key_slots.tolist() == packed.key_slots.tolist()
