@@ -16,7 +16,7 @@ from deepseek_triton.errors import DeepseekTritonError, RequestFailedError
 from deepseek_triton.log import request_logger
 from deepseek_triton.metrics import EngineStats
 from deepseek_triton.request import FinishReason, Request, RequestKey, TokenOutput, TopLogProbs
-from deepseek_triton.runner.base import ModelRunner, Speculation, StepResult
+from deepseek_triton.runner.base import ModelRunner, Speculation, StepResult, WaitingRunner
 from deepseek_triton.scheduler import ScheduledRow, ScheduledStep, Scheduler
 
 _logger = logging.getLogger(__name__)
@@ -60,6 +60,9 @@ class StepEngine:
     ) -> None:
         """`deliver` takes each step's outputs; by default the receivers are called at once.
 
+        A runner that waits for a device gives it the outputs of the step before meanwhile: a thread
+        that sends them would take the interpreter from one that launches the next step.
+
         `max_context_len` bounds prompt and output tokens together; None leaves it to the KV cache.
         """
         config = config or SchedulerConfig()
@@ -73,6 +76,9 @@ class StepEngine:
             max_requests=config.max_batch_size + config.max_waiting,
         )
         self._deliver = deliver or Delivery(self.abort)
+        self._sends_late = deliver is not None and isinstance(runner, WaitingRunner)
+        if isinstance(runner, WaitingRunner) and self._sends_late:
+            runner.meanwhile = self._flush
         self._monotonic_ns = monotonic_ns
         self._states: dict[RequestKey, RequestState] = {}
         self._outbox: list[tuple[Emit, TokenOutput]] = []
@@ -136,7 +142,8 @@ class StepEngine:
             result = self._run(step)
             if result is not None:
                 self._update(step, result)
-        self._flush()
+        if not (self._sends_late and self._states):
+            self._flush()
         self._step_seconds += time.perf_counter() - started
 
     def fail_all(self, error: DeepseekTritonError) -> None:

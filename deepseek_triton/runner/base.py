@@ -6,8 +6,9 @@ the KV pools and the sampling, so that a GPU runner can keep logits on the devic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,6 +109,14 @@ class ModelRunner(Protocol):
 
     def close(self) -> None:
         """Free the model and the pools; idempotent."""
+
+
+@runtime_checkable
+class WaitingRunner(ModelRunner, Protocol):
+    """A runner whose `run` waits for a device."""
+
+    meanwhile: Callable[[], None]
+    """To be set: `run` calls it once the device works, and before a launch that takes long."""
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,12 @@ logger = logging.getLogger(__name__)
 TARGET = "cuda"
 
 
+def _nothing() -> None:
+    """Do nothing: nobody has anything for the time that a step takes."""
+
+
 class CudaRunner:
-    """Runs an engine directory built for the target "cuda"; implements ScoringRunner."""
+    """Runs an engine directory built for the target "cuda": a ScoringRunner and WaitingRunner."""
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class CudaRunner:
         Raises:
             ConfigError: the device's memory does not suffice.
         """
+        self.meanwhile: Callable[[], None] = _nothing
         self._device = model.device
         self._spec, self._vocab_size = spec, vocab_size
         self._model: CudaModel | None = model
@@ -208,6 +213,7 @@ class CudaRunner:
                 own = [rows[i] for i in indices]
                 chosen = self._sample(own, logits, packed)[:, : len(own)]
                 parts.append((indices, chosen.to("cpu", non_blocking=True)))
+                self.meanwhile()
                 tops.update(zip(indices, likeliest(logits, own), strict=False))
                 hidden += [(indices, each.clone()) for each in states]
         asked = np.array([row.sampling is not None for row in rows])
@@ -276,6 +282,7 @@ class CudaRunner:
             if self._prompts is not None and self._prompts.hold(others):
                 yield prefills, self._prompts.run(others)
             else:
+                self.meanwhile()
                 yield prefills, self._infer(packed_step(others, self._pools, self._device))
 
     def _infer(self, step: Step) -> Outputs:

@@ -20,7 +20,7 @@ from deepseek_triton.checkpoint.random import write_random_checkpoint  # noqa: E
 from deepseek_triton.errors import ConfigError, EngineMismatchError  # noqa: E402
 from deepseek_triton.request import RequestKey, SamplingParams  # noqa: E402
 from deepseek_triton.runner import cuda_sampling, cuda_warm_up  # noqa: E402
-from deepseek_triton.runner.base import RowSampling, StepRow  # noqa: E402
+from deepseek_triton.runner.base import RowSampling, StepRow, WaitingRunner  # noqa: E402
 from deepseek_triton.runner.cuda import CudaRunner  # noqa: E402
 from deepseek_triton.runner.cuda_graphs import PROMPT_BUCKETS, Outputs, PromptBuckets  # noqa: E402
 from deepseek_triton.runner.cuda_step import Step  # noqa: E402
@@ -320,3 +320,16 @@ def test_what_no_bucket_holds_runs_call_by_call(runner: CudaRunner) -> None:
     assert buckets.hold([row(tokens, [0])])
     assert not buckets.hold([row(np.zeros(most + 1, np.int32), [0])])
     assert not buckets.hold([row(tokens[:1], [0])] * (num_rows + 1))
+
+
+def test_others_get_their_turn_while_the_device_works(
+    runner: CudaRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[str] = []
+    monkeypatch.setattr(runner, "meanwhile", lambda: turns.append("turn"))
+    assert isinstance(runner, WaitingRunner)
+    runner.run((row(np.array([5], np.int32), [0]),))
+    assert turns == ["turn"]  # once launched
+    turns.clear()
+    runner.run((row(np.array([5, 6], np.int32), [0]),))
+    assert turns == ["turn"] * 2  # before a launch call by call, and after it
