@@ -1,8 +1,9 @@
 """An even number of rows for products whose kernel treats a row that is left over in another way.
 
-ONNX Runtime's INT4 kernels at accuracy level 4 take two rows at a time. For groups larger than 32
-an odd one that is left over gets other last bits, so its numbers would depend on its company. A row
-of zeros is put behind an odd number of tokens, and taken off again. Experts have rows of their own,
+ONNX Runtime's INT4 kernels at accuracy level 4 take two rows at a time. A row that is left over
+gets other last bits: with AVX-512 the odd one of groups larger than 32, with AVX2 a lone one of
+any. So its numbers would depend on its company. A row of zeros is put behind an odd number of
+tokens, and taken off again. Experts have rows of their own,
 and see to this themselves (ort_functions.py).
 """
 
@@ -16,12 +17,11 @@ from onnx import helper
 from deepseek_triton.build.graph_passes import replace
 from deepseek_triton.export.functions import DOMAIN
 
-_LARGEST_CONSISTENT_GROUP = 32
 _EVEN = ["even_rows.padding", "even_rows.begin", "even_rows.tokens"]
 
 
 def pad_odd_rows(graph: onnx.GraphProto) -> None:
-    """Pad the inputs [T, K] of a graph's 4-bit products of larger groups; mutates it.
+    """Pad the inputs [T, K] of a graph's 4-bit products; mutates it.
 
     A SwiGLU between two products keeps the additional row.
     """
@@ -36,10 +36,7 @@ def pad_odd_rows(graph: onnx.GraphProto) -> None:
 
 
 def _needs_even_rows(node: onnx.NodeProto) -> bool:
-    if node.op_type != "MatMulNBits" or helper.get_node_attr_value(node, "bits") != 4:
-        return False
-    group_size: int = helper.get_node_attr_value(node, "block_size")
-    return group_size > _LARGEST_CONSISTENT_GROUP
+    return node.op_type == "MatMulNBits" and helper.get_node_attr_value(node, "bits") == 4
 
 
 def _padded(node: onnx.NodeProto, padded: dict[str, str]) -> Iterator[onnx.NodeProto]:
