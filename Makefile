@@ -94,7 +94,8 @@ check: setup-test ## lint, types and unit tests but those of the GPU kernels
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/pytest -q -n auto --dist loadfile tests/unit tests/contract --ignore=tests/unit/kernels
+# Plugins of packages that only other tests use cost each worker seconds.
+	@$(BIN)/pytest -q -n auto --dist loadfile -p no:langsmith_plugin -p no:schemathesis tests/unit tests/contract --ignore=tests/unit/kernels
 
 test: setup-test ## every test, with real servers on free ports
 	@$(BIN)/pytest

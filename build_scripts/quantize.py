@@ -63,6 +63,11 @@ def main() -> int:
         print(
             f"{left} more stay in floating point: groups of {args.group} do not fill their inputs"
         )
+    if widened := report["widened_by_make_engine"]:
+        print(
+            f"{widened[0]}* and as many of {len(widened)} layers in all: make engine computes the "
+            "experts of a layer in one way, and widens those in INT4; take a GROUP that fills all"
+        )
     if report["without_tokens"]:
         print(f"{len(report['without_tokens'])} saw no token and were rounded to nearest")
     return 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
+
+from deepseek_triton.errors import DeepseekTritonError
 
 _VARIABLES = frozenset(
     "OUT CHECKPOINT ENGINE PRECISION TARGET PROVIDER DRAFT INT4_ACCURACY METHOD GROUP SYMMETRIC "
@@ -21,6 +24,15 @@ def label(option: str) -> str:
     name = option.removeprefix("--").replace("-", "_").upper()
     name = "HOST" if name == "GATEWAY_HOST" else name
     return f"{name} ({option})" if name in _VARIABLES else option
+
+
+@contextlib.contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Begin the message of an error of this package, one without a field, with `option`'s label."""
+    try:
+        yield
+    except DeepseekTritonError as error:
+        raise type(error)(f"{label(option)}: {error}") from error
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -83,6 +83,12 @@ def label(key: str) -> str:
     return f"{key} ({ENV_PREFIX}{key.upper()})"
 
 
+def labels(*keys: str) -> str:
+    """Return several settings, each with its environment variable, as a choice."""
+    *first, last = map(label, keys)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def _setting(key: str, default: Any, help: str, **limits: Any) -> Any:
     setting = Setting(key, type(default), default, help, **limits)
     return field(default=default, metadata={"setting": setting})

@@ -22,7 +22,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from deepseek_triton.config import SchedulerConfig
+from deepseek_triton.config import SchedulerConfig, label
 from deepseek_triton.errors import InvalidRequestError, OverloadedError
 from deepseek_triton.kv_cache.block_pool import BlockPool
 from deepseek_triton.kv_cache.block_table import BlockTable
@@ -91,7 +91,7 @@ def check_fits(spec: KVCacheSpec, num_blocks: int, num_prompt_tokens: int, max_t
             "max_tokens",
             f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} exceed the KV "
             f"cache, which holds {num_blocks * spec.block_size + 1} tokens of one request; shorten "
-            "them or enlarge the cache (kv_cache_num_blocks)",
+            f"them, or raise the server's {label('kv_cache_num_blocks')}",
         )
 
 

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -273,6 +273,20 @@ def _calibration_windows(
     return tokens.reshape(options.num_windows, options.window)
 
 
+def _mixed_experts(modules: Iterable[str], rounded: Collection[str]) -> list[str]:
+    """Return what the names of a layer's routed experts begin with, of layers that mix precisions.
+
+    An engine computes all routed experts of a layer in one way: floating point, unless all are INT4
+    (export.mlp).
+    """
+    found: dict[str, set[bool]] = {}
+    for module in modules:
+        prefix, experts, _ = module.partition(".experts.")
+        if experts:
+            found.setdefault(prefix + experts, set()).add(module in rounded)
+    return [prefix for prefix, kinds in found.items() if len(kinds) > 1]
+
+
 def _report(job: _Job, settings: dict[str, Any], windows: NDArray[np.int32]) -> dict[str, Any]:
     records = job.records()
     linears = [linear for record in records for linear in record["linears"]]
@@ -286,6 +300,7 @@ def _report(job: _Job, settings: dict[str, Any], windows: NDArray[np.int32]) -> 
         "bytes_before": job.nbytes,
         "bytes_after": sum(record["bytes"] for record in records),
         "left_in_floating_point": [name for name in job.modules if name not in found],
+        "widened_by_make_engine": _mixed_experts(job.modules, found),
         "without_tokens": unseen,
         "linears": linears,
     }

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepseek_triton.arguments import ArgumentParser, label, seconds, whole_number
+from deepseek_triton.arguments import ArgumentParser, seconds, whole_number
 from deepseek_triton.errors import DeepseekTritonError
 from deepseek_triton.gateway.config import GatewayOptions
 from deepseek_triton.gateway.keys import new_key
@@ -104,17 +104,11 @@ def main(arguments: list[str]) -> int:
     interrupt_on_signals()
     try:
         options = options_from(parsed, Path(parsed.engine), parsed.triton.split(","))
-        server = make_server(options, load_model(options))
-        logger.info("listening on http://%s:%d/v1", options.host, options.port)
-        server.run()
+        make_server(options, load_model(options)).run()
     except KeyboardInterrupt:
         logger.info("stopped")
     except DeepseekTritonError as error:
         logger.error("%s", error)
-        return 1
-    except SystemExit:  # uvicorn's, whose log gives the address and the reason
-        settings = " or ".join(map(label, ("--gateway-host", "--gateway-port")))
-        logger.error("the gateway cannot listen there; choose another %s", settings)
         return 1
     return 0
 

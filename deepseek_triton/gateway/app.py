@@ -180,7 +180,7 @@ class Gateway:
             self.pool,
             calls,
             record_of(request.scope),
-            block_size=self._model.block_size,
+            model=self._model,
             prompt_param=prompt_param,
             choices_per_prompt=n or 1,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -156,11 +157,12 @@ class ChatAnswer:
         options = self._request.stream_options
         with_usage = options is not None and bool(options.include_usage)
         try:
-            async for index, piece in self._generation.pieces():
-                chunk = self._chunk(index, piece)
-                if chunk is not None:
-                    begun = True
-                    yield event({**chunk, "usage": None} if with_usage else chunk)
+            async with contextlib.aclosing(self._generation.pieces()) as pieces:
+                async for index, piece in pieces:
+                    chunk = self._chunk(index, piece)
+                    if chunk is not None:
+                        begun = True
+                        yield event({**chunk, "usage": None} if with_usage else chunk)
         except ApiError as error:
             if not begun:
                 raise

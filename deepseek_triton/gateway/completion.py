@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -83,20 +84,21 @@ class CompletionAnswer:
         options = self._request.stream_options
         with_usage = options is not None and bool(options.include_usage)
         try:
-            async for index, piece in self._generation.pieces():
-                choice = self._choices[index]
-                text, log_probs = self._push(choice, piece)
-                if not (text or log_probs or choice.finish_reason):
-                    continue
-                begun = True
-                body = {
-                    "index": index,
-                    "text": text,
-                    "logprobs": log_probs,
-                    "finish_reason": choice.finish_reason,
-                }
-                chunk = {**self._head, "choices": [body]}
-                yield event({**chunk, "usage": None} if with_usage else chunk)
+            async with contextlib.aclosing(self._generation.pieces()) as pieces:
+                async for index, piece in pieces:
+                    choice = self._choices[index]
+                    text, log_probs = self._push(choice, piece)
+                    if not (text or log_probs or choice.finish_reason):
+                        continue
+                    begun = True
+                    body = {
+                        "index": index,
+                        "text": text,
+                        "logprobs": log_probs,
+                        "finish_reason": choice.finish_reason,
+                    }
+                    chunk = {**self._head, "choices": [body]}
+                    yield event({**chunk, "usage": None} if with_usage else chunk)
         except ApiError as error:
             if not begun:
                 raise

@@ -10,6 +10,7 @@ from typing import Any
 from deepseek_triton.gateway.errors import timed_out
 from deepseek_triton.gateway.pool import ServerPool
 from deepseek_triton.gateway.record import RequestRecord
+from deepseek_triton.gateway.served_model import ServedModel
 from deepseek_triton.gateway.triton import Call, Piece
 
 _CANCELLED, _ERROR = "cancelled", "error"
@@ -24,14 +25,14 @@ class Generation:
         calls: Sequence[Call],
         record: RequestRecord,
         *,
-        block_size: int,
+        model: ServedModel,
         prompt_param: str,
         choices_per_prompt: int = 1,
     ) -> None:
         self._pool = pool
         self._calls = calls
         self._record = record
-        self._block_size = block_size
+        self._model = model
         self._prompt_param = prompt_param
         self._choices_per_prompt = choices_per_prompt
 
@@ -81,23 +82,28 @@ class Generation:
             queue.put_nowait(error)
 
     async def _one(self, index: int) -> AsyncGenerator[Piece, None]:
-        call = self._calls[index]
-        async with contextlib.aclosing(self._pool.stream(call, self._prompt_param)) as pieces:
-            async for piece in pieces:
-                if piece.finish_reason == _ERROR:
-                    continue  # the error itself comes next
-                self._record.note_first_token()
-                if piece.finish_reason:
-                    self._count(index, piece)
-                if piece.finish_reason == _CANCELLED:
-                    raise timed_out(call.timeout_s)
-                yield piece
+        call, texts = self._calls[index], list[str]()
+        try:
+            async with contextlib.aclosing(self._pool.stream(call, self._prompt_param)) as pieces:
+                async for piece in pieces:
+                    if piece.finish_reason == _ERROR:
+                        continue  # the error itself comes next
+                    self._record.note_first_token()
+                    texts.append(piece.text)
+                    if piece.finish_reason:
+                        self._count(index, piece)
+                        texts.clear()
+                    if piece.finish_reason == _CANCELLED:
+                        raise timed_out(call.timeout_s)
+                    yield piece
+        finally:  # no count came of an answer that was broken off
+            self._record.completion_tokens += self._model.count("".join(texts))
 
     def _count(self, index: int, piece: Piece) -> None:
         record = self._record
         if index % self._choices_per_prompt == 0:
             num_prompt = piece.integer("num_input_tokens")
-            cached = piece.integer("kv_cache_reused_blocks") * self._block_size
+            cached = piece.integer("kv_cache_reused_blocks") * self._model.block_size
             record.prompt_tokens += num_prompt
             record.cached_tokens += min(cached, num_prompt)
         record.completion_tokens += piece.integer("num_output_tokens")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepseek_triton.arguments import naming
 from deepseek_triton.checkpoint.fields import read_json_object
 from deepseek_triton.errors import CheckpointError, ConfigError
 from deepseek_triton.gateway.errors import ApiError
@@ -48,6 +49,11 @@ def new_key(name: str) -> tuple[str, dict[str, Any]]:
 
 def read_key_file(path: Path) -> dict[str, ApiKey]:
     """Return the entries of a key file by digest; raises ConfigError naming what is wrong."""
+    with naming("--api-keys"):
+        return _read_keys(path)
+
+
+def _read_keys(path: Path) -> dict[str, ApiKey]:
     try:
         content = read_json_object(path)
     except CheckpointError as error:

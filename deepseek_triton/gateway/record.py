@@ -52,7 +52,8 @@ class RequestRecord:
         }
         if self.first_token_s is not None:
             line["first_token_seconds"] = round(self.first_token_s, 4)
-            line["prompt_tokens"] = self.prompt_tokens
+            if self.prompt_tokens:  # comes with the end of an answer
+                line["prompt_tokens"] = self.prompt_tokens
             line["completion_tokens"] = self.completion_tokens
             line["finish_reasons"] = self.finish_reasons
         optional = ("key", "model", "stream", "error", "disconnected")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepseek_triton.arguments import naming
 from deepseek_triton.build.manifest import MANIFEST_NAME, Manifest
 from deepseek_triton.checkpoint.fields import read_json_object
 from deepseek_triton.errors import CheckpointError, ConfigError, EngineMismatchError
@@ -37,8 +38,15 @@ class ServedModel:
     ) -> ServedModel:
         """Read manifest, tokenizer, template and generation_config.json of `engine_dir`.
 
-        Raises EngineMismatchError, TokenizerError or ConfigError.
+        Raises EngineMismatchError, TokenizerError or ConfigError, naming the option at fault.
         """
+        with naming("--chat-template" if chat_template else "--engine"):
+            template = ChatTemplate.load(engine_dir, chat_template)
+        with naming("--engine"):
+            return cls._read(engine_dir, name, template)
+
+    @classmethod
+    def _read(cls, engine_dir: Path, name: str, template: ChatTemplate | None) -> ServedModel:
         path = engine_dir / MANIFEST_NAME
         try:
             manifest = Manifest.from_json(path.read_text(encoding="utf-8"))
@@ -58,7 +66,7 @@ class ServedModel:
             max_context_len=manifest.max_context_len,
             block_size=manifest.kv_cache.block_size,
             tokenizer=Tokenizer.load(engine_dir),
-            template=ChatTemplate.load(engine_dir, chat_template),
+            template=template,
             temperature=defaults.get("temperature", 1.0),
             top_p=defaults.get("top_p", 1.0),
         )
@@ -71,6 +79,10 @@ class ServedModel:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token alone; U+FFFD for bytes within a character."""
         return self.tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    def count(self, text: str) -> int:
+        """Return how many tokens `text` is, without what begins a prompt."""
+        return len(self.tokenizer.encode(text)) - len(self.tokenizer.encode(""))
 
     def text_of(self, token_ids: Sequence[int]) -> str | None:
         """Return the text that tokenizes to `token_ids`; None if there is none."""

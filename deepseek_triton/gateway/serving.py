@@ -16,6 +16,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from deepseek_triton.arguments import label
+from deepseek_triton.errors import ConfigError
 from deepseek_triton.gateway.app import create_app
 from deepseek_triton.gateway.config import GatewayOptions
 from deepseek_triton.gateway.errors import bad_request
@@ -45,10 +47,31 @@ class GatewayServer(uvicorn.Server):
         self._interrupted = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until `should_exit` is set; raises KeyboardInterrupt if a signal did that."""
-        super().run(sockets)
+        """Serve until `should_exit` is set; raises KeyboardInterrupt if a signal did that.
+
+        Raises ConfigError for an address that it cannot listen on.
+        """
+        try:
+            super().run(sockets)
+        except SystemExit as error:  # uvicorn's, whose log gives the reason
+            settings = " or ".join(map(label, ("--gateway-host", "--gateway-port")))
+            raise ConfigError(
+                f"the gateway cannot listen on {self._url()}; choose another {settings}"
+            ) from error
         if self._interrupted:
             raise KeyboardInterrupt
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and only then say so."""
+        await super().startup(sockets)
+        logger.info("listening on %s/v1", self._url())
+
+    def _url(self) -> str:
+        """Return the server's URL, with the port that it got where any was to do."""
+        host, port = self.config.host, self.config.port
+        for server in getattr(self, "servers", []):
+            port = server.sockets[0].getsockname()[1]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from deepseek_triton.config import labels
 from deepseek_triton.errors import ConfigError
 from deepseek_triton.kv_cache.sizing import available_memory
 from deepseek_triton.kv_cache.spec import KVCacheSpec
@@ -61,6 +62,6 @@ def allocate_pools(
     if needed > free:
         raise ConfigError(
             f"{num_blocks} KV blocks need {needed:,} bytes on {device}, {free:,} are free: lower "
-            "kv_cache_num_blocks, kv_cache_memory_mb or kv_cache_memory_fraction"
+            + labels("kv_cache_num_blocks", "kv_cache_memory_mb", "kv_cache_memory_fraction")
         )
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from deepseek_triton.build.engine_dir import EngineDir, load_engine_dir, mismatch
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.config import label
 from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import TopLogProbs
@@ -54,7 +55,7 @@ class OnnxRuntimeRunner:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}")
         if num_threads < 0:
-            raise ConfigError(f"num_threads must be at least 0, not {num_threads}")
+            raise ConfigError(f"{label('num_threads')} must be at least 0, not {num_threads}")
         manifest = engine.manifest
         _check_runtime(engine)
         require_memory(engine)

@@ -17,6 +17,7 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 
+from deepseek_triton.config import labels
 from deepseek_triton.errors import ConfigError, DeepseekTritonError, EngineMismatchError
 from deepseek_triton.kv_cache.sizing import available_memory
 from deepseek_triton.kv_cache.spec import KVCacheSpec
@@ -123,7 +124,7 @@ def allocate_pools(
     if 0 < free < needed:
         raise ConfigError(
             f"{count} KV blocks need {needed:,} bytes on {device}, {free:,} are free: lower "
-            "kv_cache_num_blocks, kv_cache_memory_mb or kv_cache_memory_fraction"
+            + labels("kv_cache_num_blocks", "kv_cache_memory_mb", "kv_cache_memory_fraction")
         )
     shape = (count + 1, spec.block_size, spec.width)
     with memory_named(f"{count} KV blocks of {spec.bytes_per_block:,} bytes"):
@@ -156,9 +157,10 @@ def memory_named(purpose: str) -> Iterator[None]:
     except Exception as error:  # ONNX Runtime's own types have no common base of theirs
         if not any(sign in str(error).lower() for sign in _MEMORY_ERRORS):
             raise
+        sizes = ("kv_cache_memory_fraction", "kv_cache_num_blocks")
         raise ConfigError(
-            f"the GPU's memory does not suffice for {purpose}: lower kv_cache_memory_fraction or "
-            f"kv_cache_num_blocks, max_tokens_per_step or max_batch_size ({error})"
+            f"the GPU's memory does not suffice for {purpose}: lower "
+            f"{labels(*sizes, 'max_tokens_per_step', 'max_batch_size')} ({error})"
         ) from error
 
 

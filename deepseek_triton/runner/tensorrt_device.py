@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from deepseek_triton.config import label
 from deepseek_triton.errors import ConfigError
 
 # One block of threads for each token and pool. UNIT is the widest type that divides a row.
@@ -153,7 +154,7 @@ class CudaDevice:
         if status != self._cuda.CUresult.CUDA_SUCCESS:
             raise ConfigError(
                 f"{nbytes:,} bytes cannot be allocated on the GPU, {self.free_memory():,} are "
-                "free: lower kv_cache_memory_fraction, or build with smaller limits"
+                f"free: lower {label('kv_cache_memory_fraction')}, or build with smaller limits"
             )
         self._memory.append(int(address))
         _checked(self._cuda.cuMemsetD8Async(address, 0, max(nbytes, 1), self._stream))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from deepseek_triton.gateway.served_model import ServedModel
 from deepseek_triton.gateway.serving import make_server
 from deepseek_triton.server.launcher import RunningServer
 from deepseek_triton.server.ports import resolve_ports
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,6 @@ class Gateway:
                 http.should_exit = True
 
         threading.Thread(target=watch, name="watch-server", daemon=True).start()
-        logger.info("gateway: http://%s:%d/v1", options.host, options.port)
         try:
             http.run()
         except KeyboardInterrupt:

@@ -78,7 +78,11 @@ class RunningServer:
         """Start the process and the watchdog that cleans up if this process is killed."""
         backends = installation.link_backends(self._run_dir)
         env = installation.environment({**os.environ, **self._options.env})
-        env[ENGINE_DIR_VARIABLE] = str(self._options.engine_dir.resolve())
+        engine_dir = self._options.engine_dir.resolve()
+        other = env.get(ENGINE_DIR_VARIABLE, "").strip()
+        if other and Path(other).resolve() != engine_dir:
+            logger.info("%s=%s is not used: %s was given", ENGINE_DIR_VARIABLE, other, engine_dir)
+        env[ENGINE_DIR_VARIABLE] = str(engine_dir)
         self._process = subprocess.Popen(
             [str(installation.executable), *self._arguments(backends)],
             stdin=subprocess.DEVNULL,

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from deepseek_triton import errors
+from deepseek_triton.config import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "deepseek_triton"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_MODEL_PY_LINES = 30
+ERRORS = {name for name in vars(errors) if name.endswith("Error")}
 
 # A module may import from its own row and the rows before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -73,6 +78,21 @@ def imported_modules(path: Path) -> list[str]:
     return [m for m in modules if m.split(".")[0] == PACKAGE]
 
 
+def settings_named_alone(path: Path) -> list[str]:
+    """Where an error names a setting without its environment variable (config.label)."""
+    keys = re.compile(rf"\b({'|'.join(setting.key for setting in settings())})\b")
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ERRORS:
+            calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+            handed_on = {id(part) for call in calls if call is not node for part in ast.walk(call)}
+            for part in ast.walk(node):
+                text = part.value if isinstance(part, ast.Constant) else None
+                if isinstance(text, str) and id(part) not in handed_on and keys.search(text):
+                    found.append(f"{path.relative_to(ROOT)}:{part.lineno}: {text}")
+    return found
+
+
 def misdirected(importer: str, imported: str) -> bool:
     """Whether layer `importer` may not import module `imported`."""
     target = layer_of(imported)
@@ -126,3 +146,8 @@ def test_input_is_never_checked_with_assert(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     assert not found, f"assert at lines {found}: raise an error of errors.py"
+
+
+def test_errors_name_settings_with_their_environment_variables() -> None:
+    files = [path for path in PACKAGE_FILES if path.name != "config.py"]
+    assert [place for path in files for place in settings_named_alone(path)] == []

@@ -109,6 +109,7 @@ def test_the_report_tells_what_became_of_each_layer(checkpoint: Path, quantized:
     assert len(linears) == 3 * 7 + 2 * 8 * 3 - 2 * 9
     assert all(name.endswith("down_proj") for name in report["left_in_floating_point"])
     assert len(report["left_in_floating_point"]) == 2 * 9
+    assert report["widened_by_make_engine"] == [f"model.layers.{i}.mlp.experts." for i in (1, 2)]
     assert report["calibration"]["tokens"] == 4 * 48
     o_proj = linears["model.layers.2.self_attn.o_proj"]
     assert o_proj["tokens"] == 192
@@ -174,6 +175,7 @@ def test_what_cannot_be_rounded_collects_no_statistics(
     monkeypatch.setattr(Activations, "of_width", recorded)
     report = quantize_checkpoint(checkpoint, tmp_path / "out", OPTIONS, TEXT)
     assert report["left_in_floating_point"] == ["model.layers.0.mlp.down_proj"]
+    assert report["widened_by_make_engine"] == []  # there are no experts
     assert widths and 208 not in widths
     kept = CheckpointReader(tmp_path / "out").read("model.layers.0.mlp.down_proj.weight")
     exact = CheckpointReader(checkpoint).read("model.layers.0.mlp.down_proj.weight")

@@ -148,8 +148,13 @@ def test_metrics_count_what_happened() -> None:
         assert line in text.splitlines()
 
 
-async def leave_after(server: FakeServer, body: dict[str, Any], seconds: float) -> list[Any]:
-    """Send a request as an HTTP server does, and leave; return what was answered."""
+async def leave_after(
+    server: FakeServer, body: dict[str, Any], seconds: float, *, stuck_at: int = 0
+) -> list[Any]:
+    """Send a request as an HTTP server does, and leave; return what was answered.
+
+    The client stops reading at body `stuck_at`, counted from 1; 0: never.
+    """
     app = create_app(GatewayOptions(FOLDER, servers=(server.url,)), MODEL, [server])  # type: ignore[list-item]
     sent: list[Any] = []
     arrived: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -168,6 +173,8 @@ async def leave_after(server: FakeServer, body: dict[str, Any], seconds: float) 
 
     async def send(message: Any) -> None:
         sent.append(message)
+        if stuck_at and sum(m["type"] == "http.response.body" for m in sent) == stuck_at:
+            await asyncio.sleep(3600)
 
     async with app.router.lifespan_context(app):
         running = asyncio.create_task(app(scope, arrived.get, send))
@@ -186,6 +193,23 @@ def test_a_client_that_leaves_cancels_its_request(stream: bool, script: list[Any
     asyncio.run(leave_after(server, {**CHAT, "stream": stream, "n": n}, 0.1))
     assert server.cancelled == n
     assert server.in_flight == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("busy", [False, True], ids=["waiting", "sending"])
+def test_tokens_that_were_sent_before_a_client_left_are_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, n: int, busy: bool
+) -> None:
+    monkeypatch.setattr(logging.getLogger("deepseek_triton"), "propagate", True)
+    texts = ["def", " add", "(a", ", b):"]
+    script: list[Any] = [*map(Piece, texts), None]
+    body = {**CHAT, "stream": True, "n": n}
+    with caplog.at_level(logging.INFO, "deepseek_triton"):
+        asyncio.run(leave_after(FakeServer(script), body, 0.1, stuck_at=len(texts) * n * busy))
+    (line,) = {r.message for r in caplog.records if r.name.endswith("access")}
+    counted = json.loads(line)
+    assert counted["completion_tokens"] == n * MODEL.count("".join(texts)) > 3 * n
+    assert counted["disconnected"] and "prompt_tokens" not in counted
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -118,5 +118,10 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path:
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="keys"):
+    with pytest.raises(ConfigError, match=r"^API_KEYS \(--api-keys\): .*keys"):
         KeyRing(path)
+
+
+def test_a_file_that_is_not_there_is_told_with_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^API_KEYS \(--api-keys\): .*nowhere"):
+        KeyRing(tmp_path / "nowhere")

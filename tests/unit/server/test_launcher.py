@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -174,6 +175,26 @@ def test_the_engine_directory_and_settings_reach_the_server(
     assert f"DEEPSEEK_TRITON_ENGINE_DIR={tmp_path}".encode() in variables
     assert b"DEEPSEEK_TRITON_NUM_BLOCKS=7" in variables
     assert {b"--http-address=127.0.0.1", b"--grpc-address=127.0.0.1"} <= set(arguments)
+
+
+def test_an_engine_directory_in_the_environment_that_is_not_used_is_told(
+    installation: ServerInstallation,
+    make_options: Options,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("deepseek_triton"), "propagate", True)
+    for other, told in ((tmp_path / "other", True), (tmp_path / "x" / "..", False)):
+        caplog.clear()
+        monkeypatch.setenv("DEEPSEEK_TRITON_ENGINE_DIR", str(other))
+        with (
+            caplog.at_level(logging.INFO, "deepseek_triton"),
+            running_server(make_options(), log_path=tmp_path / "log", installation=installation),
+        ):
+            pass
+        message = f"DEEPSEEK_TRITON_ENGINE_DIR={other} is not used: {tmp_path} was given"
+        assert (message in caplog.messages) == told
 
 
 LAUNCH = """
