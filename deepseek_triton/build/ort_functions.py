@@ -7,7 +7,7 @@ gives the same text alone and under load. ONNX Runtime's products sum in another
 have a single row and an unpacked right side, or at most 64 columns a thread. So
 - the weights of each latent head are a constant of their own, which is packed (ByHead);
 - no expert computes a single token (ExtraRows);
-- no INT4 product of large groups has an odd number of rows (EvenRows);
+- no INT4 product has an odd number of rows (EvenRows);
 - no product of grouped-query attention takes the path for a single row (ort_attention.py);
 - the runner keeps attention's columns above 64 (runner/ort_shapes.py).
 This costs about 10% of a decode step.
