@@ -178,6 +178,8 @@ def _latent_weights(
         for head in by_head():
             yield head[nope:].T
 
-    w_uk = modules.graph.weight(f"{name}.w_uk", (heads, nope, rank), keys())
-    w_uv = modules.graph.weight(f"{name}.w_uv", (heads, rank, value), values_transposed())
+    graph = modules.graph
+    w_uk = graph.weight(f"{name}.w_uk", (heads, nope, rank), graph.stored(source, keys()))
+    values = graph.stored(source, values_transposed())
+    w_uv = graph.weight(f"{name}.w_uv", (heads, rank, value), values)
     return w_uk, w_uv

@@ -30,13 +30,13 @@ def output_logits(modules: ModuleWriter, x: str) -> str:
         head = _embedding(modules)
     else:
         shape = (spec.vocab_size, spec.hidden_size)
-        head = graph.weight("lm_head.weight", shape, modules.reader.blocks(LM_HEAD, shape))
+        head = modules.matrix("lm_head.weight", LM_HEAD, shape)
     return graph.node("deepseek.Linear", [x, head], "logits")
 
 
 def _embedding(modules: ModuleWriter) -> str:
     shape = (modules.spec.vocab_size, modules.spec.hidden_size)
-    return modules.graph.weight("embedding.weight", shape, modules.reader.blocks(EMBEDDING, shape))
+    return modules.matrix("embedding.weight", EMBEDDING, shape)
 
 
 def step_values(graph: GraphBuilder, spec: ModelSpec, block_size: int) -> StepValues:

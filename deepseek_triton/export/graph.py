@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,9 +11,17 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from deepseek_triton.checkpoint.convert import narrowed
+from deepseek_triton.checkpoint.reader import Block
 from deepseek_triton.export.functions import DOMAIN, DOMAIN_VERSION, OPSET, functions_used
 from deepseek_triton.export.precision import Precision
-from deepseek_triton.export.weights import UINT4, Blocks, WeightFile, array_of, nbytes
+from deepseek_triton.export.weights import (
+    UINT4,
+    Blocks,
+    WeightFile,
+    array_of,
+    narrowed_blocks,
+    nbytes,
+)
 
 IR_VERSION = 10
 _INLINE_BYTES = 1024  # smaller constants stay in the model file
@@ -77,12 +85,19 @@ class GraphBuilder:
         *,
         float32: bool = False,
     ) -> str:
-        """Add an initializer from a checkpoint, in the model's precision or float32.
+        """Add an initializer in the model's precision or float32.
 
-        `blocks` hold its elements in C order; they are read when the weight file is written.
+        `blocks`, those of a checkpoint's tensors from `stored`, hold its elements in C order; they
+        are read when the weight file is written.
         """
-        dtype = np.dtype(np.float32 if float32 else self.precision.dtype)
-        return self._add(name, shape, dtype, blocks)
+        return self._add(name, shape, self._dtype(float32), blocks)
+
+    def stored(self, source: str, blocks: Blocks, *, float32: bool = False) -> Iterator[Block]:
+        """Yield `blocks` of the checkpoint's tensor `source` as `weight` takes them.
+
+        A value that its type cannot hold is then an error that names `source`.
+        """
+        return narrowed_blocks(source, blocks, self._dtype(float32))
 
     def codes(self, name: str, shape: Sequence[int], blocks: Blocks) -> str:
         """Add an initializer of 4-bit codes; `blocks` hold them one a byte, in C order."""
@@ -107,6 +122,9 @@ class GraphBuilder:
             ir_version=IR_VERSION,
             producer_name="deepseek-triton",
         )
+
+    def _dtype(self, float32: bool) -> np.dtype[Any]:
+        return np.dtype(np.float32 if float32 else self.precision.dtype)
 
     def _append(
         self,

@@ -38,9 +38,15 @@ def add_int4(
     per_group = (*shape[:-1], -(-shape[-1] // group_size))
     return [
         graph.codes(f"{name}.codes", shape, _rows(parts, lambda layer: layer.codes())),
-        graph.weight(f"{name}.scales", per_group, _rows(parts, lambda layer: layer.scales())),
+        graph.weight(f"{name}.scales", per_group, _scales(graph, parts)),
         graph.codes(f"{name}.zero_points", per_group, _rows(parts, _zero_points)),
     ]
+
+
+def _scales(graph: GraphBuilder, blocks: Sequence[_Block]) -> Iterator[Block]:
+    for block in blocks:
+        parts = [stored for layer in block for stored in graph.stored(layer.name, [layer.scales])]
+        yield partial(_stacked, parts)
 
 
 def _rows(blocks: Sequence[_Block], read: Callable[[Int4Linear], NDArray[Any]]) -> Iterator[Block]:
@@ -49,7 +55,11 @@ def _rows(blocks: Sequence[_Block], read: Callable[[Int4Linear], NDArray[Any]]) 
 
 
 def _read(block: _Block, read: Callable[[Int4Linear], NDArray[Any]]) -> NDArray[Any]:
-    arrays = [read(layer) for layer in block]
+    return _stacked([partial(read, layer) for layer in block])
+
+
+def _stacked(parts: Sequence[Block]) -> NDArray[Any]:
+    arrays = [part() for part in parts]
     return arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=1)
 
 

@@ -65,13 +65,13 @@ def _experts(modules: ModuleWriter, inputs: list[str], name: str, source: str, m
 
     def rows() -> Iterator[Block]:
         for expert in experts:
-            gate = modules.reader.blocks(expert + "gate_proj.weight", (size, hidden))
-            up = modules.reader.blocks(expert + "up_proj.weight", (size, hidden))
+            gate = modules.rows(expert + "gate_proj.weight", (size, hidden))
+            up = modules.rows(expert + "up_proj.weight", (size, hidden))
             yield from interleave_rows(gate, up)
 
     def down_rows() -> Iterator[Block]:
         for expert in experts:
-            yield from modules.reader.blocks(expert + "down_proj.weight", (hidden, size))
+            yield from modules.rows(expert + "down_proj.weight", (hidden, size))
 
     dense = [
         graph.weight(f"{name}.gate_up", shapes["gate_up"], rows()),
@@ -115,7 +115,8 @@ def _route(
     if routing.kind == "sigmoid":
         function = "deepseek.RouteSigmoid"
         bias = modules.reader.require(source + ".e_score_correction_bias", (count,))
-        inputs.append(graph.weight(f"{name}.router.bias", (count,), [bias], float32=True))
+        stored = graph.stored(source + ".e_score_correction_bias", [bias], float32=True)
+        inputs.append(graph.weight(f"{name}.router.bias", (count,), stored, float32=True))
         attributes["normalize"] = float(routing.normalize)
     if routing.num_groups > 1:
         function += "Grouped"

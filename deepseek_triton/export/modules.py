@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from deepseek_triton.checkpoint.reader import Block
 from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.export.graph import GraphBuilder
 from deepseek_triton.export.int4 import add_int4, same_order
@@ -39,7 +41,18 @@ class ModuleWriter:
 
     def norm_weight(self, name: str, source: str, size: int) -> str:
         """Add the weight [size] of a norm and return its name."""
-        return self.graph.weight(name, (size,), [self.reader.require(source + ".weight", (size,))])
+        values = self.reader.require(source + ".weight", (size,))
+        return self.graph.weight(name, (size,), self.graph.stored(source + ".weight", [values]))
+
+    def matrix(self, name: str, source: str, shape: tuple[int, int]) -> str:
+        """Add the checkpoint's tensor `source` as a weight and return its name."""
+        return self.graph.weight(name, shape, self.rows(source, shape))
+
+    def rows(
+        self, source: str, shape: tuple[int, int], *, float32: bool = False
+    ) -> Iterator[Block]:
+        """Yield the rows of the checkpoint's tensor `source` (GraphBuilder.stored)."""
+        return self.graph.stored(source, self.reader.blocks(source, shape), float32=float32)
 
     def linear(
         self,
@@ -104,7 +117,8 @@ class ModuleWriter:
     ) -> str:
         outputs = sum(p.outputs for p in projections)
         rows = chain.from_iterable(
-            self.reader.blocks(f"{p.source}.weight", (p.outputs, inputs)) for p in projections
+            self.rows(f"{p.source}.weight", (p.outputs, inputs), float32=float32)
+            for p in projections
         )
         weight = self.graph.weight(f"{name}.weight", (outputs, inputs), rows, float32=float32)
         if not any(p.bias for p in projections):
@@ -113,11 +127,12 @@ class ModuleWriter:
         return self.graph.node("deepseek.LinearBias", [x, weight, bias], name)
 
     def _bias(self, name: str, projections: Sequence[Projection], float32: bool = False) -> str:
-        parts = [
-            self.reader.require(f"{p.source}.bias", (p.outputs,))
-            if p.bias
-            else np.zeros(p.outputs, np.float32)
-            for p in projections
-        ]
+        parts: list[Block | NDArray[np.float32]] = []
+        for p in projections:
+            if p.bias:
+                values = self.reader.require(f"{p.source}.bias", (p.outputs,))
+                parts += self.graph.stored(f"{p.source}.bias", [values], float32=float32)
+            else:
+                parts.append(np.zeros(p.outputs, np.float32))
         outputs = sum(p.outputs for p in projections)
         return self.graph.weight(f"{name}.bias", (outputs,), parts, float32=float32)

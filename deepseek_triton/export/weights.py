@@ -187,7 +187,9 @@ def _pieces(blocks: Blocks, limit: int) -> Blocks:
 
 
 def _converted(weight: _Weight, piece: NDArray[Any] | Block) -> NDArray[Any]:
-    return narrowed(weight.name, array_of(piece).reshape(-1), weight.dtype)
+    values = array_of(piece).reshape(-1)
+    done = values.dtype == weight.dtype and callable(piece)  # narrowed_blocks gives functions
+    return np.ascontiguousarray(values) if done else narrowed(weight.name, values, weight.dtype)
 
 
 def _in_turn(workers: Executor, calls: Iterable[Block], ahead: int) -> Iterator[NDArray[Any]]:
@@ -216,6 +218,17 @@ def packed(pieces: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
         yield pack_nibbles(codes[:even])
     if left.size:
         yield left
+
+
+def narrowed_blocks(source: str, blocks: Blocks, dtype: np.dtype[Any]) -> Iterator[Block]:
+    """Yield `blocks` of the checkpoint's tensor `source` in `dtype`, so that errors name it."""
+    for block in blocks:
+        yield partial(_narrowed, source, block, dtype)
+
+
+def _narrowed(source: str, block: NDArray[Any] | Block, dtype: np.dtype[Any]) -> NDArray[Any]:
+    values = array_of(block)
+    return narrowed(source, values.reshape(-1), dtype).reshape(values.shape)
 
 
 def interleave_rows(first: Iterable[Block], second: Iterable[Block]) -> Iterator[Block]:

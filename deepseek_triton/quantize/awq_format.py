@@ -46,6 +46,7 @@ def present_awq(reader: CheckpointReader, config: Fields) -> None:
         zeros = take(reader, f"{source}.qzeros", WORDS, (groups, outputs // 8))
         scales = take_scales(reader, f"{source}.scales", (groups, outputs), transposed=True)
         layer = Int4Linear(
+            name=source,
             file=words.file,
             shape=(outputs, columns),
             group_size=group,

@@ -134,6 +134,7 @@ def _layer(reader: CheckpointReader, source: str, scheme: _Scheme) -> Int4Linear
     elif f"{source}.weight_g_idx" in reader:
         reader.take(f"{source}.weight_g_idx")
     return Int4Linear(
+        name=source,
         file=words.file,
         shape=(outputs, columns),
         group_size=group,

@@ -71,6 +71,7 @@ def _layer(
         np.all(stored.unpacked_zero_points() == SYMMETRIC_ZERO)
     )
     return Int4Linear(
+        name=source,
         file=words.file,
         shape=(outputs, columns),
         group_size=group,

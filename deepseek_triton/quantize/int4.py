@@ -80,6 +80,7 @@ class Int4Linear:
     Each callable reads and computes its part anew; their results are those of an Int4Weight.
     """
 
+    name: str  # of the layer in the checkpoint
     file: Path  # that holds the codes, for messages
     shape: tuple[int, int]  # (N, K)
     group_size: int

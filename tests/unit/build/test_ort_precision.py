@@ -85,7 +85,7 @@ def test_a_weight_beyond_fp16_is_named_and_bf16_takes_it(checkpoint: Path, tmp_p
         return array
 
     large = rewrite_weights(checkpoint, tmp_path / "large", enlarged)
-    with pytest.raises(BuildError, match=r"layers\.1\.attention\.o\.weight: .*PRECISION=bf16"):
+    with pytest.raises(BuildError, match=r"layers\.1\.self_attn\.o_proj\.weight: .*PRECISION=bf16"):
         build_engine(large, tmp_path / "engine", precision="fp16")
     assert not (tmp_path / "engine").exists()
     build_engine(large, tmp_path / "engine", precision="bf16")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from onnx.reference import ReferenceEvaluator
 
 from deepseek_triton.checkpoint.config import read_model_spec
 from deepseek_triton.checkpoint.presets import preset_config
+from deepseek_triton.errors import BuildError
 from deepseek_triton.export.portable import WEIGHTS_FILE, export_portable
 from deepseek_triton.export.weights import UINT4, WeightFile
 from deepseek_triton.quantize.checkpoint import open_checkpoint
@@ -138,6 +140,19 @@ def test_experts_are_one_call_with_rows_of_gate_and_up_in_turn(tmp_path: Path) -
             layer = reader.int4(source + name)
             assert layer is not None
             np.testing.assert_array_equal(codes[expert, place::2], layer.codes())
+
+
+def test_a_scale_that_the_precision_cannot_hold_is_named_as_the_checkpoint_does(
+    tmp_path: Path,
+) -> None:
+    int4, _ = write_int4_checkpoints(tmp_path, QWEN2, AWQ_CONFIG, awq)
+    spec = read_model_spec(int4)
+    reader, name = open_checkpoint(int4, spec), "model.layers.1.mlp.up_proj"
+    layer = reader.int4(name)
+    assert layer is not None
+    reader._int4[name] = replace(layer, scales=lambda: 1e5 + layer.scales())
+    with pytest.raises(BuildError, match=f"^{name}: a weight is beyond the range of fp16"):
+        export_portable(spec, reader, tmp_path / "onnx", precision="fp16")
 
 
 def test_experts_with_an_order_each_become_floating_point(

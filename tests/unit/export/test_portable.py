@@ -184,7 +184,7 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(weights, "narrowed", full)  # after the file was begun
+    monkeypatch.setattr(weights, "_chunks", full)  # after the file was begun
     with pytest.raises(BuildError, match="No space left on device"):
         export(tiny_spec(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -211,6 +211,27 @@ def test_an_interrupted_export_leaves_nothing(
     monkeypatch.setattr(portable.onnx, "save_model", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export(tiny_spec(), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+TINY_BIASED = tiny_spec(
+    attention=LatentAttentionSpec(2, 8, 12, 6, 4, 5, 0.3, bias=True),
+    moe=MoESpec(RoutingSpec("sigmoid", 4, 2, 1, 1, 1.0, False), 8, 16),
+)
+IN_FLOAT32 = ("mlp.gate.weight", "e_score_correction_bias")
+
+
+@pytest.mark.parametrize("name", DictReader(TINY_BIASED).arrays)
+def test_a_weight_that_the_precision_cannot_hold_is_named_as_the_checkpoint_does(
+    tmp_path: Path, name: str
+) -> None:
+    reader = DictReader(TINY_BIASED)
+    reader.arrays[name].flat[-1] = 1e5
+    if name.endswith(IN_FLOAT32):
+        export_portable(TINY_BIASED, reader, tmp_path / "out", precision="fp16")
+        return
+    with pytest.raises(BuildError, match=rf"^{name}: a weight is beyond the range of fp16"):
+        export_portable(TINY_BIASED, reader, tmp_path / "out", precision="fp16")
     assert not list(tmp_path.iterdir())
 
 

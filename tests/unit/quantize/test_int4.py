@@ -31,6 +31,7 @@ def weight(rows: int = 3, columns: int = 20, group_size: int = 8) -> Int4Weight:
 
 def unread(stored: Int4Weight) -> Int4Linear:
     return Int4Linear(
+        "layer",
         Path("model.safetensors"),
         stored.shape,
         stored.group_size,
