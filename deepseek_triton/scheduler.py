@@ -98,8 +98,12 @@ def check_fits(spec: KVCacheSpec, num_blocks: int, num_prompt_tokens: int, max_t
 class Scheduler:
     """First come, first served. Not thread-safe: one thread calls it."""
 
-    def __init__(self, config: SchedulerConfig, spec: KVCacheSpec, num_blocks: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, spec: KVCacheSpec, num_blocks: int, *, ahead: bool = False
+    ) -> None:
+        """With `ahead`, a row gets a block for the token after its last one too, if one is free."""
         self._config = config
+        self._ahead = ahead
         self._spec = spec
         self._pool = BlockPool(num_blocks)
         self._progress: dict[RequestKey, Progress] = {}
@@ -165,6 +169,8 @@ class Scheduler:
         for entry in (*decodes, *prefills):
             self._plan_tokens(entry, plan)
         self._admit(plan)
+        if self._ahead:
+            self._look_ahead(plan)
         rows = tuple(
             self._row(self._progress[key], count, plan.drafts.get(key, 0))
             for key, count in plan.counts.items()
@@ -248,6 +254,14 @@ class Scheduler:
         if drafts := min(entry.num_drafts, plan.budget, room) if count == entry.remaining else 0:
             plan.drafts[entry.request_key] = self._grow(entry, count + drafts) - count
             plan.budget -= plan.drafts[entry.request_key]
+
+    def _look_ahead(self, plan: _Plan) -> None:
+        """Take free blocks for the step after, once all rows of this one have theirs."""
+        for key, count in plan.counts.items():
+            entry = self._progress[key]
+            planned = count + plan.drafts.get(key, 0)
+            if count == entry.remaining and entry.num_cached + planned < entry.max_cached:
+                self._grow(entry, planned + 1)
 
     def _grow(self, entry: Progress, wanted: int) -> int:
         """Give `entry` free blocks for up to `wanted` tokens more; return how many tokens fit."""

@@ -39,6 +39,7 @@ from measure import (
     make_runner,
     print_kernels,
     rows,
+    time_decode,
     time_steps,
 )
 from random_model import V2_LITE, V3_LAYER, make_spec
@@ -88,7 +89,7 @@ def decode(kind: str, group_size: int) -> dict[str, Any]:
     for batch in BATCHES:
         step = rows(batch, 1, CONTEXT, spec.vocab_size)
         tokens = runner.run(step).token_ids  # of unlike rows, which choose different experts
-        result = time_steps(lambda s=step: runner.run(s), 100)
+        result = time_decode(runner, step, 100)
         result["different_tokens"] = len(set(tokens.tolist()))
         result["device_ms"] = device_time(lambda s=step: runner._decoder.run(s), 50)
         report(kind, batch, result, f"B={batch}", batch)
@@ -170,7 +171,7 @@ def fp16() -> dict[str, Any]:
     measured: dict[str, Any] = {"memory_gb": round(torch.cuda.memory_allocated() / 1e9, 2)}
     for batch in BATCHES:
         step = rows(batch, 1, CONTEXT, spec.vocab_size)
-        measured[f"decode_{batch}"] = time_steps(lambda s=step: runner.run(s), 60)
+        measured[f"decode_{batch}"] = time_decode(runner, step, 60)
         print(f"  fp16 B={batch}: {measured[f'decode_{batch}']}", flush=True)
     runner.close()
     return measured
@@ -185,7 +186,7 @@ def v3() -> dict[str, Any]:
         runner = make_runner(make_model(spec, "bf16", group_size), spec)
         for batch in BATCHES:
             step = rows(batch, 1, CONTEXT, spec.vocab_size)
-            result = time_steps(lambda r=runner, s=step: r.run(s), 60)
+            result = time_decode(runner, step, 60)
             measured[f"{name}_{batch}"] = result
             print(f"  V3 layer {name} B={batch}: {result}", flush=True)
         step = rows(1, 1024, 0, spec.vocab_size)
@@ -255,7 +256,7 @@ def main() -> int:
         started = time.perf_counter()
         try:
             measured[part] = PARTS[part]()
-        except Exception:  # the device is lent by the minute: the other parts still run
+        except Exception:  # a device's time is dear: the other parts still run
             failed = True
             measured[part] = {"failed": traceback.format_exc()}
             traceback.print_exc()

@@ -16,7 +16,13 @@ from deepseek_triton.errors import DeepseekTritonError, RequestFailedError
 from deepseek_triton.log import request_logger
 from deepseek_triton.metrics import EngineStats
 from deepseek_triton.request import FinishReason, Request, RequestKey, TokenOutput, TopLogProbs
-from deepseek_triton.runner.base import ModelRunner, Speculation, StepResult, WaitingRunner
+from deepseek_triton.runner.base import (
+    FollowingRow,
+    ModelRunner,
+    Speculation,
+    StepResult,
+    WaitingRunner,
+)
 from deepseek_triton.scheduler import ScheduledRow, ScheduledStep, Scheduler
 
 _logger = logging.getLogger(__name__)
@@ -67,7 +73,10 @@ class StepEngine:
         """
         config = config or SchedulerConfig()
         self._runner = runner
-        self._scheduler = Scheduler(config, runner.kv_cache_spec, runner.num_blocks)
+        self._waiting = runner if isinstance(runner, WaitingRunner) else None
+        self._scheduler = Scheduler(
+            config, runner.kv_cache_spec, runner.num_blocks, ahead=self._waiting is not None
+        )
         self.admission = Admission(
             vocab_size=runner.vocab_size,
             max_context_len=max_context_len,
@@ -76,9 +85,9 @@ class StepEngine:
             max_requests=config.max_batch_size + config.max_waiting,
         )
         self._deliver = deliver or Delivery(self.abort)
-        self._sends_late = deliver is not None and isinstance(runner, WaitingRunner)
-        if isinstance(runner, WaitingRunner) and self._sends_late:
-            runner.meanwhile = self._flush
+        self._sends_late = deliver is not None and self._waiting is not None
+        if self._waiting is not None and self._sends_late:
+            self._waiting.meanwhile = self._flush
         self._monotonic_ns = monotonic_ns
         self._states: dict[RequestKey, RequestState] = {}
         self._outbox: list[tuple[Emit, TokenOutput]] = []
@@ -207,6 +216,8 @@ class StepEngine:
             rows.append(state.step_row(row))
         started = time.perf_counter()
         try:
+            if self._waiting is not None:
+                return self._waiting.run(tuple(rows), self._following(step))
             return self._runner.run(tuple(rows))
         except RequestFailedError as error:
             failed = self._states.get(RequestKey(error.request_key))
@@ -217,6 +228,23 @@ class StepEngine:
         finally:
             self._steps += 1
             self._runner_seconds += time.perf_counter() - started
+
+    def _following(self, step: ScheduledStep) -> tuple[FollowingRow, ...]:
+        """Return the decode rows of the step after `step`; () if their tokens must be known first.
+
+        Or if there is no block yet for one of these tokens.
+        """
+        following = []
+        size = self._runner.kv_cache_spec.block_size
+        for index, row in enumerate(step.rows):
+            state = self._states[row.request_key]
+            if not row.samples or state.num_left == 1:
+                continue
+            room = len(row.block_table) * size - row.context_len - row.num_tokens
+            if not room or not state.may_follow_unseen:
+                return ()
+            following.append(FollowingRow(index, state.following_row(row)))
+        return tuple(following)
 
     def _update(self, step: ScheduledStep, result: StepResult) -> None:
         now_ns = time.time_ns()

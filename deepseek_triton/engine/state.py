@@ -18,6 +18,8 @@ Emit = Callable[[TokenOutput], None]
 """Takes a request's outputs in order. If it raises, that request alone is cancelled."""
 
 _NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
+_UNSEEN: NDArray[np.int32] = np.zeros(1, np.int32)
+_ONE_AHEAD = (0,)  # which token it is does not matter to what `may_follow_unseen`
 
 
 class RequestState:
@@ -99,6 +101,27 @@ class RequestState:
             sampling=samplings[0],
             draft_token_ids=drafts,
             draft_sampling=tuple(samplings[1:]),
+        )
+
+    @property
+    def num_left(self) -> int:
+        """How many tokens the request may still get."""
+        return self.request.max_tokens - self.num_output
+
+    @property
+    def may_follow_unseen(self) -> bool:
+        """Whether a token can be drawn before the one before it is known here."""
+        params = self.request.sampling
+        return self.takes_drafts and not (params.penalized or params.logit_bias)
+
+    def following_row(self, row: ScheduledRow) -> StepRow:
+        """Return the row after `row`, of the token that `row` draws; 0 stands for it."""
+        return StepRow(
+            row.request_key,
+            _UNSEEN,
+            row.context_len + row.num_tokens,
+            row.block_table,
+            self._sampling(_ONE_AHEAD),
         )
 
     def _sampling(self, drafts: tuple[int, ...]) -> RowSampling:

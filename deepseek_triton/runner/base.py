@@ -111,12 +111,33 @@ class ModelRunner(Protocol):
         """Free the model and the pools; idempotent."""
 
 
+@dataclass(frozen=True)
+class FollowingRow:
+    """A row of the step after this one, whose only token is the one that a row of this step draws.
+
+    That token is not known yet: `row.token_ids` [1] holds anything.
+    """
+
+    source: int  # index of the row that draws it
+    row: StepRow
+
+
 @runtime_checkable
 class WaitingRunner(ModelRunner, Protocol):
     """A runner whose `run` waits for a device."""
 
     meanwhile: Callable[[], None]
     """To be set: `run` calls it once the device works, and before a launch that takes long."""
+
+    def run(
+        self, rows: tuple[StepRow, ...], following: tuple[FollowingRow, ...] = ()
+    ) -> StepResult:
+        """See ModelRunner.run. The device may begin with `following` before this step returns.
+
+        So it never waits for the host between two steps. The next call takes what was computed for
+        those of its rows that are the same, and the rest is lost: a row that has ended does no
+        harm, since what it wrote to its KV blocks comes before all that their next owner writes.
+        """
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ differ in the last bits, since kernels split their sums by the shape of the batc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,8 +29,21 @@ from deepseek_triton.errors import ConfigError, EngineMismatchError
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import TopLogProbs
 from deepseek_triton.runner.acceptance import accept, by_row
-from deepseek_triton.runner.base import RowScores, Speculation, StepResult, StepRow
-from deepseek_triton.runner.cuda_device import allocate_pools, free_memory, open_device
+from deepseek_triton.runner.base import (
+    FollowingRow,
+    RowScores,
+    Speculation,
+    StepResult,
+    StepRow,
+)
+from deepseek_triton.runner.cuda_ahead import Ahead, Drawn, FutureTokens
+from deepseek_triton.runner.cuda_device import (
+    Mark,
+    allocate_pools,
+    free_memory,
+    open_device,
+    sent,
+)
 from deepseek_triton.runner.cuda_draft import MAX_TOKENS, Drafter, Hidden, one_token_rows
 from deepseek_triton.runner.cuda_graphs import DecodeBuckets, Outputs, PromptBuckets, capture_all
 from deepseek_triton.runner.cuda_model import CudaModel
@@ -107,18 +120,16 @@ class CudaRunner:
                 max_batch_size=max_batch_size,
                 max_context_len=max_context_len,
             )
+        self._ahead: Ahead | None = None
+        self._drawn = Mark(self._device)  # when all tokens of the step have come
         self._prompts: PromptBuckets | None = None
         if use_graphs and self._device.type == "cuda":
             self._prompts = PromptBuckets(self._infer, self._pools, self._device)
             drafts = self._drafter.steps if self._drafter is not None else []
             capture_all([*self._decoder.steps, *self._prompts.steps, *drafts], self._device)
             warm_up(self._infer, self._pools, max_tokens_per_step, self._device)
-        logger.info(
-            "%d KV blocks, %.1f MiB, on %s",
-            count,
-            spec.bytes_per_block * count / 2**20,
-            self._device,
-        )
+        mib = spec.bytes_per_block * count / 2**20
+        logger.info("%d KV blocks, %.1f MiB, on %s", count, mib, self._device)
 
     @classmethod
     def open(
@@ -177,14 +188,14 @@ class CudaRunner:
         """Blocks that the scheduler may hand out: ids 0 … num_blocks − 1."""
         return self._num_blocks
 
-    def run(self, rows: tuple[StepRow, ...]) -> StepResult:
-        """See ModelRunner.run."""
-        units = rows
-        if self._drafter is not None:
-            units = tuple(unit for row in rows for unit in one_token_rows(row))
-        found, parts = self._run(units)
+    def run(
+        self, rows: tuple[StepRow, ...], following: tuple[FollowingRow, ...] = ()
+    ) -> StepResult:
+        """See WaitingRunner.run. With a draft model nothing is launched ahead."""
         if self._drafter is None:
-            return found
+            return self._run(rows, following)[0]
+        units = tuple(unit for row in rows for unit in one_token_rows(row))
+        found, parts = self._run(units)
         asked = [i for i, unit in enumerate(units) if unit.sampling is not None]
         ids, probs, tops = found.token_ids, found.log_probs, found.top_log_probs
         drawn = list(accept(rows, ids[asked].tolist(), probs[asked].tolist()))
@@ -203,34 +214,60 @@ class CudaRunner:
             tuple(owners[i] for i in found.overflowed),
         )
 
-    def _run(self, rows: Sequence[StepRow]) -> tuple[StepResult, list[tuple[list[int], Tensor]]]:
+    def _run(
+        self, rows: Sequence[StepRow], following: Sequence[FollowingRow] = ()
+    ) -> tuple[StepResult, list[tuple[list[int], Tensor]]]:
         """Return the result for rows without drafts, and hidden states if there are."""
-        parts: list[tuple[list[int], Tensor]] = []
         hidden: list[tuple[list[int], Tensor]] = []
         tops: dict[int, TopLogProbs] = {}
+        under_way = None if self._ahead is None else self._ahead.take(rows)
+        self._ahead = ahead = None
+        parts = [] if under_way is None else [under_way]
         with torch.inference_mode():
-            for indices, (logits, packed, *states) in self._compute(rows):
+            for indices, (logits, packed, *states) in self._compute(rows, under_way is None):
                 own = [rows[i] for i in indices]
-                chosen = self._sample(own, logits, packed)[:, : len(own)]
-                parts.append((indices, chosen.to("cpu", non_blocking=True)))
-                self.meanwhile()
+                parts.append(Drawn.fetch(indices, self._sample(own, logits, packed)))
+                if not following:
+                    self.meanwhile()
                 tops.update(zip(indices, likeliest(logits, own), strict=False))
                 hidden += [(indices, each.clone()) for each in states]
+            self._drawn.set()
+            if following:
+                self._ahead = ahead = self._launch_ahead(following, parts)
+                self.meanwhile()
+        self._drawn.wait()
+        result = self._result(rows, parts, tops)
+        if ahead is not None:
+            ahead.fed(result.token_ids)
+        return result, hidden
+
+    def _result(
+        self, rows: Sequence[StepRow], parts: Sequence[Drawn], tops: Mapping[int, TopLogProbs]
+    ) -> StepResult:
+        """Put together what has arrived."""
         asked = np.array([row.sampling is not None for row in rows])
         scored = np.array(
             [row.sampling is not None and row.sampling.params.return_log_probs for row in rows]
         )
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
         token_ids = np.full(len(rows), -1, np.int32)
         log_probs = np.full(len(rows), np.nan, np.float32)
-        for indices, chosen in parts:
-            token_ids[indices], log_probs[indices] = unpack(chosen)
+        for part in parts:
+            ids, probs = unpack(part.packed)
+            token_ids[part.rows], log_probs[part.rows] = ids[part.columns], probs[part.columns]
         overflowed = tuple(np.flatnonzero((token_ids < 0) & ~asked).tolist())
         token_ids[~asked] = -1
         log_probs = np.where(scored & (token_ids >= 0), np.minimum(log_probs, 0), np.float32("nan"))
         found = tuple(tops.get(i, ()) for i in range(len(rows))) if tops else ()
-        return StepResult(token_ids, log_probs, (), found, overflowed), hidden
+        return StepResult(token_ids, log_probs, (), found, overflowed)
+
+    def _launch_ahead(self, following: Sequence[FollowingRow], parts: Sequence[Drawn]) -> Ahead:
+        """Launch the decode step of rows whose tokens `parts` draw."""
+        if self._decoder is None:
+            raise RuntimeError("the runner is closed")
+        rows = [each.row for each in following]
+        future = FutureTokens.of(parts, [each.source for each in following])
+        logits, packed, *_ = self._decoder.run(rows, future)
+        return Ahead(following, self._sample(rows, logits, packed))
 
     def score(self, rows: tuple[StepRow, ...]) -> tuple[RowScores, ...]:
         """See ScoringRunner.score: all rows in one prefill, with the logits of every token.
@@ -260,11 +297,13 @@ class CudaRunner:
     def close(self) -> None:
         """Free the model and the pools; idempotent."""
         self._model, self._decoder, self._prompts, self._pools = None, None, None, {}
-        self._drafter = None
+        self._drafter, self._ahead = None, None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _compute(self, rows: Sequence[StepRow]) -> Iterator[tuple[list[int], Outputs]]:
+    def _compute(
+        self, rows: Sequence[StepRow], with_decodes: bool = True
+    ) -> Iterator[tuple[list[int], Outputs]]:
         """Yield parts of the step: row indices [n], logits [n, V], greedy choice [2, ≥ n].
 
         And hidden states [≥ T, D], where a draft model reads them.
@@ -274,7 +313,7 @@ class CudaRunner:
         if self._decoder is None:
             raise RuntimeError("the runner is closed")
         decodes = [i for i, row in enumerate(rows) if len(row.token_ids) == 1]
-        if decodes:
+        if decodes and with_decodes:
             yield decodes, self._decoder.run([rows[i] for i in decodes])
         prefills = [i for i, row in enumerate(rows) if len(row.token_ids) > 1]
         if prefills:
@@ -304,9 +343,9 @@ class CudaRunner:
         samplings = [row.sampling for row in rows]
         if any(s is not None and asks_for_more(s) for s in samplings):
             wanted = [i for i, s in enumerate(samplings) if s is not None]
-            chosen = choose(logits[wanted], [s for s in samplings if s is not None])
+            at = sent(torch.tensor(wanted), logits.device)
+            chosen = choose(logits.index_select(0, at), [s for s in samplings if s is not None])
             packed = packed[:, : len(rows)]
-            drawn = packed.clone()
-            drawn[:, wanted] = chosen.to(drawn.device)
+            drawn = packed.index_copy(1, at, chosen.to(packed.device))
             packed = torch.where(packed[0] < 0, packed, drawn)
         return packed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from deepseek_triton.config import labels
 from deepseek_triton.errors import ConfigError
@@ -50,7 +51,7 @@ def free_memory(device: torch.device) -> int:
 
 def allocate_pools(
     spec: KVCacheSpec, names: list[str], num_blocks: int, device: torch.device
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return zeroed pools [num_blocks + 1, block_size, W]; the last block takes padding.
 
     Raises:
@@ -65,3 +66,27 @@ def allocate_pools(
             + labels("kv_cache_num_blocks", "kv_cache_memory_mb", "kv_cache_memory_fraction")
         )
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}
+
+
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """Return `host` on the device, without waiting for what the device has to do before."""
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+class Mark:
+    """A point in what the device has been given to do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def set(self) -> None:
+        """Mark what has been given so far, in the place of an earlier mark."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Return once that is done; at once if nothing was marked, or the device is the CPU."""
+        if self._event is not None:
+            self._event.synchronize()

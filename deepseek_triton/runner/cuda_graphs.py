@@ -19,12 +19,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deepseek_triton.runner.base import StepRow
+from deepseek_triton.runner.cuda_ahead import FutureTokens
 from deepseek_triton.runner.cuda_batch import (
     DecodeArrays,
     PackedPrompts,
     decode_size,
     prompts_size,
 )
+from deepseek_triton.runner.cuda_device import Mark
 from deepseek_triton.runner.cuda_step import Decode, Prefill, Step
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class FixedStep:
         self._compute = compute
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Outputs | None = None
+        self.sent = Mark(device)  # until it is reached, `host` must stay as it is
 
     def capture(self, stream: torch.cuda.Stream, pool: object) -> None:
         """Record the step; `host` holds padding alone, so that the KV pools stay as they are."""
@@ -84,9 +87,15 @@ class FixedStep:
             self._outputs = self._run()
         self._graph = graph
 
-    def run(self) -> Outputs:
-        """Run the step that `host` describes; the result holds until another graph runs."""
+    def run(self, future: FutureTokens | None = None) -> Outputs:
+        """Run the step that `host` describes; the result holds until another graph runs.
+
+        With `future`, the token ids in `host` are places among its tokens.
+        """
         self.buffer.copy_(self.host, non_blocking=True)
+        self.sent.set()
+        if future is not None and self.step is not None:
+            future.fill(self.step.input_ids)
         if self._graph is None or self._outputs is None:
             return self._run()
         self._graph.replay()
@@ -150,17 +159,21 @@ class DecodeBuckets:
         """All of them, to be captured."""
         return [fixed for fixed, _ in self._buckets.values()]
 
-    def run(self, rows: Sequence[StepRow]) -> Outputs:
+    def run(self, rows: Sequence[StepRow], future: FutureTokens | None = None) -> Outputs:
         """Return logits [n, V], and the rest of the outputs of the whole bucket. Mutates the pools.
 
-        All hold until the next run of any bucket.
+        All hold until the next run of any bucket. `future` has the rows' tokens if the host has
+        not.
         """
         blocks = max(row.context_len // self._block_size + 1 for row in rows)
         batch = self._batches[bisect_left(self._batches, len(rows))]
         width = self._widths[bisect_left(self._widths, blocks)]
         fixed, arrays = self._buckets[batch, width]
+        fixed.sent.wait()
         arrays.fill(rows, self._block_size)
-        logits, *rest = fixed.run()
+        if future is not None:
+            arrays.token_ids[: len(rows)] = future.places
+        logits, *rest = fixed.run(future)
         return logits[: len(rows)], *rest
 
 
@@ -196,6 +209,7 @@ class PromptBuckets:
     def run(self, rows: Sequence[StepRow]) -> Outputs:
         """As DecodeBuckets.run, for rows that `hold`."""
         fixed, arrays = self._buckets[_bucket(rows)]
+        fixed.sent.wait()
         arrays.fill(rows, self._block_size)
         logits, *rest = fixed.run()
         return logits[: len(rows)], *rest

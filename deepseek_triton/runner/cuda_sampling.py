@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepseek_triton.request import TopLogProbs
 from deepseek_triton.runner.base import RowSampling, StepRow
+from deepseek_triton.runner.cuda_device import sent
 from deepseek_triton.runner.sampler import sample, top_log_probs
 
 
@@ -63,9 +64,9 @@ def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     banned = [ids + [-1] * (most - len(ids)) for ids in bans]
     packed: Tensor = sample_on_device(
         logits,
-        torch.tensor(settings, dtype=torch.float32, device=logits.device),
+        sent(torch.tensor(settings, dtype=torch.float32), logits.device),
         token_counts=_token_counts(rows, logits) if any(r.params.penalized for r in rows) else None,
-        banned=torch.tensor(banned, dtype=torch.int32, device=logits.device) if most else None,
+        banned=sent(torch.tensor(banned, dtype=torch.int32), logits.device) if most else None,
     )
     return packed
 
@@ -80,7 +81,7 @@ def _token_counts(rows: Sequence[RowSampling], logits: Tensor) -> Tensor:
     for i, row in enumerate(rows):
         if row.params.penalized:
             prompt, output = (
-                torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(logits.device)
+                sent(torch.from_numpy(np.ascontiguousarray(ids, np.int64)), logits.device)
                 for ids in (row.prompt_token_ids, row.output_token_ids)
             )
             counts[i].index_fill_(0, prompt, IN_PROMPT)

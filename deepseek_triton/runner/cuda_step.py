@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deepseek_triton.runner.base import StepRow
 from deepseek_triton.runner.cuda_batch import RaggedRows
+from deepseek_triton.runner.cuda_device import sent
 
 _ALIGNED = 4  # int32 numbers in 16 bytes
 
@@ -77,6 +78,6 @@ def _in_one_copy(parts: Sequence[NDArray[Any]], device: torch.device) -> Iterato
     host = np.zeros(starts[-1], np.int32)
     for start, part in zip(starts, parts, strict=False):
         host[start : start + len(part)] = part
-    joined = torch.from_numpy(host).to(device)
+    joined = sent(torch.from_numpy(host), device)
     for start, part in zip(starts.tolist(), parts, strict=False):
         yield joined[start : start + len(part)]

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from random_model import make_program, quantized, random_weights
 from deepseek_triton.checkpoint.spec import ModelSpec
 from deepseek_triton.kv_cache.spec import KVCacheSpec
 from deepseek_triton.request import RequestKey, SamplingParams
-from deepseek_triton.runner.base import RowSampling, StepRow
+from deepseek_triton.runner.base import FollowingRow, RowSampling, StepRow
 from deepseek_triton.runner.cuda import CudaRunner
 from deepseek_triton.runner.cuda_model import CudaModel
 from deepseek_triton.runner.cuda_operators import load_model
@@ -104,6 +105,23 @@ def time_steps(run: Callable[[], Any], count: int, warm_up: int = 5) -> dict[str
         "p99_ms": round(times[min(len(times) - 1, int(len(times) * 0.99))], 4),
         "fastest_ms": round(times[0], 4),
     }
+
+
+def time_decode(runner: CudaRunner, step: tuple[StepRow, ...], count: int) -> dict[str, float]:
+    """As time_steps, of decode steps as the engine runs them: each is launched before the host has
+    the tokens of the one before. The context stays as long as it is.
+
+    `waiting_ms`: the median of steps that are launched when the host has them.
+    """
+    following = tuple(FollowingRow(i, row) for i, row in enumerate(step))
+    waiting = time_steps(lambda: runner.run(step), count)
+
+    def run() -> None:
+        nonlocal step
+        drawn = runner.run(step, following).token_ids
+        step = tuple(replace(row, token_ids=drawn[i : i + 1]) for i, row in enumerate(step))
+
+    return {**time_steps(run, count), "waiting_ms": waiting["median_ms"]}
 
 
 def device_time(run: Callable[[], Any], count: int) -> float:

@@ -6,6 +6,8 @@ wrong block table, a wrong context length or a lost KV block is an error in the 
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -115,6 +117,60 @@ class ScriptedRunner:
             raise RuntimeError("a block belongs to two rows")
         if blocks.min() < 0 or blocks.max() >= self.num_blocks:
             raise RuntimeError("a block id outside the pool")
+
+
+class AheadRunner(ScriptedRunner):
+    """A WaitingRunner: it computes `following`, KV blocks and all, before its `run` returns.
+
+    So what a step that was launched too early would spoil is spoilt here, too.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 4, vocab_size: int = 64) -> None:
+        super().__init__(num_blocks, block_size, vocab_size)
+        self.meanwhile = lambda: None
+        self.num_launched = self.num_taken = 0  # rows
+        self._launched: dict[tuple, tuple[StepRow, int, float]] = {}
+
+    def run(self, rows: tuple[StepRow, ...], following=()) -> StepResult:
+        launched, self._launched = self._launched, {}
+        found = [launched.get((r.request_key, r.context_len, r.token_ids[0])) for r in rows]
+        decodes = [i for i, row in enumerate(rows) if len(row.token_ids) == 1]
+        if any(found[i] is None for i in decodes):
+            found = [None] * len(rows)
+        rest = [i for i in range(len(rows)) if found[i] is None]
+        token_ids, log_probs = np.full(len(rows), -1, np.int32), np.full(len(rows), np.nan)
+        if rest:
+            result = super().run(tuple(rows[i] for i in rest))
+            token_ids[rest], log_probs[rest] = result.token_ids, result.log_probs
+        self.meanwhile()
+        for i, known in enumerate(found):
+            if known is not None:
+                self._check_same(rows[i], known[0])
+                token_ids[i], log_probs[i] = known[1:]
+                self.num_taken += 1
+        if following:
+            self._launch(following, token_ids)
+        return StepResult(token_ids, log_probs.astype(np.float32))
+
+    def _launch(self, following, token_ids) -> None:
+        inputs = np.maximum(token_ids[[each.source for each in following]], 0)
+        rows = tuple(
+            dataclasses.replace(each.row, token_ids=inputs[i : i + 1])
+            for i, each in enumerate(following)
+        )
+        result = super().run(rows)
+        self.num_launched += len(rows)
+        for i, row in enumerate(rows):
+            key = (row.request_key, row.context_len, inputs[i])
+            self._launched[key] = (row, int(result.token_ids[i]), float(result.log_probs[i]))
+
+    def _check_same(self, row: StepRow, early: StepRow) -> None:
+        sampling, before = row.sampling, early.sampling
+        blocks = self.kv_cache_spec.blocks_for(row.context_len + 1)
+        same = np.array_equal(row.block_table[:blocks], early.block_table[:blocks])
+        fields = ("params", "uniform", "banned_id", "more_banned_ids", "allowed")
+        if not same or any(getattr(sampling, f) != getattr(before, f) for f in fields):
+            raise RuntimeError(f"{row} was launched as {early}")
 
 
 class Collector:

@@ -9,11 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from deepseek_triton.config import SchedulerConfig
 from deepseek_triton.engine.engine import StepEngine
 from deepseek_triton.request import FinishReason, Request, RequestKey, SamplingParams
-from tests.unit.engine.scripted_runner import Collector, ScriptedRunner
+from tests.unit.engine.scripted_runner import AheadRunner, Collector, ScriptedRunner
 
 VOCAB_SIZE = 12
 BLOCK_SIZE = 4
 END_ID = 3
+AHEAD = -1  # no drafts, but steps that are launched early
 
 samplings = st.builds(
     SamplingParams,
@@ -51,10 +52,13 @@ class EngineLife(RuleBasedStateMachine):
         num_blocks=st.integers(7, 9),
         max_batch_size=st.integers(1, 6),
         more_tokens=st.integers(0, 9),
-        num_drafts=st.integers(0, 3),
+        num_drafts=st.one_of(st.integers(0, 3), st.just(AHEAD)),
     )
     def start(self, num_blocks, max_batch_size, more_tokens, num_drafts):
-        self.runner = ScriptedRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_drafts)
+        if num_drafts == AHEAD:
+            self.runner = AheadRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+        else:
+            self.runner = ScriptedRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, num_drafts)
         config = SchedulerConfig(
             max_batch_size=max_batch_size,
             max_tokens_per_step=max_batch_size + more_tokens,

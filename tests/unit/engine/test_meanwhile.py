@@ -15,7 +15,7 @@ class DeviceRunner(ScriptedRunner):
         super().__init__(64)
         self.meanwhile, self.log, self.breaks_in = None, log, breaks_in
 
-    def run(self, rows):
+    def run(self, rows, following=()):
         self.log.append("launch")
         if len(self.steps) == self.breaks_in:
             raise RuntimeError("device lost")
