@@ -9,10 +9,10 @@ from deepseek_triton.scheduler import Scheduler
 BLOCK_SIZE = 4
 
 
-def scheduler(num_blocks=100, **config):
+def scheduler(num_blocks=100, ahead=False, **config):
     config = {"max_batch_size": 4, "max_tokens_per_step": 8, **config}
     spec = KVCacheSpec(num_layers=1, width=1, block_size=BLOCK_SIZE)
-    return Scheduler(SchedulerConfig(**config), spec, num_blocks)
+    return Scheduler(SchedulerConfig(**config), spec, num_blocks, ahead=ahead)
 
 
 def add(under_test, key, num_prompt_tokens, max_tokens=100):
@@ -286,3 +286,39 @@ def test_a_preempted_request_comes_back_without_drafts():
     assert under_test.num_preemptions == 1
     assert under_test.progress(RequestKey("young")).num_drafts == 0
     under_test.check_integrity()
+
+
+def blocks(under_test):
+    """Run one step; return {key: blocks held}."""
+    planned = under_test.schedule()
+    under_test.commit(planned)
+    under_test.check_integrity()
+    return {row.request_key: len(row.block_table) for row in planned.rows}
+
+
+def test_looking_ahead_takes_a_block_for_the_token_after():
+    under_test = scheduler(ahead=True)
+    add(under_test, "room for it", 3)
+    add(under_test, "none", 4)
+    assert blocks(under_test) == {"room for it": 1, "none": 2}
+
+
+def test_looking_ahead_takes_no_block_that_is_never_used():
+    under_test = scheduler(ahead=True)
+    add(under_test, "chunk", 10)  # its next step is known to be a prefill
+    assert blocks(under_test) == {"chunk": 2}
+    under_test.remove(RequestKey("chunk"))
+    add(under_test, "one token", 4, max_tokens=1)  # which is never stored
+    assert blocks(under_test) == {"one token": 1}
+
+
+def test_looking_ahead_takes_what_is_free_and_preempts_nobody():
+    under_test = scheduler(num_blocks=3, ahead=True)
+    add(under_test, "a", 2, max_tokens=9)
+    add(under_test, "b", 3, max_tokens=9)
+    assert blocks(under_test) == {"a": 1, "b": 1}
+    assert blocks(under_test) == {"a": 1, "b": 2}
+    assert blocks(under_test) == {"a": 1, "b": 2}  # a would have liked one
+    assert under_test.num_preemptions == 0
+    assert blocks(under_test) == {"a": 2}  # now it must have one
+    assert under_test.num_preemptions == 1
