@@ -21,8 +21,10 @@ DRAFT ?=
 METHOD ?= awq
 GROUP ?= 128
 SYMMETRIC ?= 0
-# Not taken from the environment: some shells set HOST to the machine's name.
+# Not taken from the environment: some shells set HOST to the machine's name, and ARCH to its processor's.
 HOST := 127.0.0.1
+ARCH :=
+CONFIG :=
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002

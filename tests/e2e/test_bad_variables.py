@@ -94,6 +94,18 @@ def test_a_bad_setting_is_refused_before_a_server_starts(
     assert variable in line
 
 
+def test_what_a_shell_says_of_the_machine_is_not_taken_for_a_choice() -> None:
+    shell = {"HOST": "worker-7", "ARCH": "x86_64", "CONFIG": "release"}
+    show = "show: ; @echo $(HOST) [$(ARCH)$(CONFIG)]"
+    make = ("make", "--no-print-directory", "--eval", show, "show")
+    kept = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    for command, printed in ((make, "127.0.0.1 []"), ((*make, "ARCH=v3"), "127.0.0.1 [v3]")):
+        done = subprocess.run(
+            command, cwd=ROOT, env={**kept, **shell}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == printed
+
+
 @pytest.mark.parametrize(("target", "variable", "value", "words"), CASES, ids=lambda v: v[:20])
 def test_a_bad_value_is_refused_in_one_line(
     checkpoint: Path, engine: Path, folders: dict[str, Path],
