@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
-from deepseek_triton.arguments import ArgumentParser, choice, whole_number, whole_number_or_empty
+from deepseek_triton.arguments import (
+    ArgumentParser,
+    choice,
+    end_as_by_ctrl_c,
+    whole_number,
+    whole_number_or_empty,
+)
 from deepseek_triton.build import graph_report
 from deepseek_triton.build.engine_dir import EngineDir
 from deepseek_triton.build.limits import CallLimits
@@ -53,7 +57,7 @@ def main() -> int:
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger(graph_report.__name__).setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, _stop)  # so that what is half-written is removed
+    end_as_by_ctrl_c()
     try:
         find_config(args.checkpoint)
         Tokenizer.load(Path(args.checkpoint))  # before the long part: serving needs it
@@ -79,7 +83,7 @@ def main() -> int:
     size = sum(entry.size for entry in manifest.files)
     print(f"{args.engine}: {manifest.target} engine, {manifest.precision}, {size / 1e6:,.1f} MB")
     if needed := memory_for_weights(EngineDir(Path(args.engine), manifest)):
-        print(f"to serve it, its weights take {needed / 1e9:,.1f} GB of memory")
+        print(f"to serve it, its weights take {needed / 1e6:,.0f} MB of memory")
     return 0
 
 
@@ -114,10 +118,6 @@ def _limits(args: argparse.Namespace) -> CallLimits:
 def _parallel(args: argparse.Namespace) -> Parallel:
     given = {"tp": args.tp, "pp": args.pp, "ep": args.ep}
     return Parallel(**{name: value for name, value in given.items() if value is not None})
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from deepseek_triton.arguments import ArgumentParser, choice, label, whole_number
+from deepseek_triton.arguments import ArgumentParser, choice, end_as_by_ctrl_c, label, whole_number
 from deepseek_triton.checkpoint.fields import read_json_object
 from deepseek_triton.checkpoint.presets import PRESETS, preset_config
 from deepseek_triton.checkpoint.random import WEIGHT_DTYPES, write_random_checkpoint
@@ -37,6 +37,7 @@ def main() -> int:
     if args.arch and args.config:
         parser.error(f"{label('--config')}: takes the place of {label('--arch')}; give one of them")
     arch = args.arch or "v2-lite"
+    end_as_by_ctrl_c()
     try:
         config = read_json_object(Path(args.config)) if args.config else preset_config(arch)
         path = write_random_checkpoint(
@@ -50,6 +51,9 @@ def main() -> int:
     except DeepseekTritonError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was changed", file=sys.stderr)
+        return 130
     print(f"{path}: a {args.config or arch} checkpoint with random weights, seed {args.seed}")
     return 0
 

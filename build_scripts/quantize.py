@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
-from deepseek_triton.arguments import ArgumentParser, choice, whole_number
+from deepseek_triton.arguments import ArgumentParser, choice, end_as_by_ctrl_c, whole_number
 from deepseek_triton.calibrate.quantize import (
     GROUP_SIZES,
     METHODS,
@@ -29,13 +27,13 @@ def main() -> int:
         print("usage: make quantize CHECKPOINT=<folder> OUT=<folder>", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    signal.signal(signal.SIGTERM, _stop)
-    documents = (
-        read_documents(Path(args.calibration), "CALIBRATION")
-        if args.calibration
-        else standard_library()
-    )
+    end_as_by_ctrl_c()
     try:
+        documents = (
+            read_documents(Path(args.calibration), "CALIBRATION")
+            if args.calibration
+            else standard_library()
+        )
         find_config(args.checkpoint)
         options = QuantizeOptions(
             args.method,
@@ -94,10 +92,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--windows", type=whole_number(1), default=64, help="of calibration text")
     parser.add_argument("--window-length", type=whole_number(1), default=512, help="tokens in each")
     return parser.parse_args()
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

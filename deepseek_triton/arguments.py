@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import signal
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import NoReturn
 
 from deepseek_triton.errors import DeepseekTritonError
@@ -33,6 +35,25 @@ def naming(option: str) -> Iterator[None]:
         yield
     except DeepseekTritonError as error:
         raise type(error)(f"{label(option)}: {error}") from error
+
+
+def end_as_by_ctrl_c() -> None:
+    """Have SIGTERM, SIGHUP and SIGQUIT raise KeyboardInterrupt too, the first of all of them alone.
+
+    So what is half-written is removed, and a second signal does not disturb that. A signal that is
+    ignored, as under nohup, stays so.
+    """
+    stopped = False
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
 
 
 class ArgumentParser(argparse.ArgumentParser):

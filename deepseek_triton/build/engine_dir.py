@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import hashlib
 import logging
 import os
@@ -19,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from deepseek_triton.build.manifest import MANIFEST_NAME, FileEntry, Manifest
+from deepseek_triton.checkpoint.temporary import temporary_sibling
 from deepseek_triton.errors import BuildError, EngineMismatchError
 
 logger = logging.getLogger(__name__)
@@ -59,43 +58,12 @@ def create_engine_dir(path: Path) -> Iterator[Path]:
     path = Path(os.path.abspath(path))
     _refuse_foreign(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(path)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.tmp-", dir=path.parent))
-        lock = _locked(temporary)
+        with temporary_sibling(path) as temporary:
+            yield temporary
+            _sync_tree(temporary)
+            _rename_over(temporary, path)
     except OSError as error:
         raise BuildError(_write_problem(path, error)) from error
-    try:
-        yield temporary
-        temporary.chmod(0o755)  # mkdtemp's 0700 would lock out a server of another user
-        _sync_tree(temporary)
-        _rename_over(temporary, path)
-    except OSError as error:
-        raise BuildError(_write_problem(path, error)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """Return an open `folder` that this process locked; None if another one has."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks
-        os.close(opened)
-        return None
-    return opened
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove temporary siblings of `path` whose build no longer runs: their locks went with it."""
-    for folder in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
-        if (lock := _locked(folder)) is not None:
-            logger.info("%s: left by a build that was killed; removed", folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
 
 
 def describe_files(folder: Path) -> tuple[FileEntry, ...]:

@@ -27,6 +27,7 @@ from deepseek_triton.checkpoint.fields import read_json_object
 from deepseek_triton.checkpoint.names import EMBEDDING, LM_HEAD, NamedShape, expected_tensors
 from deepseek_triton.checkpoint.reader import INDEX_FILE, SINGLE_FILE, CheckpointReader
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.checkpoint.temporary import temporary_sibling
 from deepseek_triton.checkpoint.writer import require_space
 from deepseek_triton.errors import CheckpointError, ConfigError, DeepseekTritonError
 
@@ -69,15 +70,14 @@ def write_random_checkpoint(
         raise ConfigError(f"vocab_size must be at least {TOKENIZER_VOCAB_SIZE}, for the tokenizer")
     if _exists_already(path, full_config, overwrite):
         return path
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        require_space(path.parent, _total_size(expected_tensors(spec), dtype))
-        _write_small_files(temporary, full_config)
-        _write_weights(temporary, spec, seed, dtype, num_shards)
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
+        with temporary_sibling(path) as temporary:
+            require_space(path.parent, _total_size(expected_tensors(spec), dtype))
+            _write_small_files(temporary, full_config)
+            _write_weights(temporary, spec, seed, dtype, num_shards)
+            if path.exists():
+                shutil.rmtree(path)
+            temporary.rename(path)
     except OSError as error:
         reason = error.strerror
         if isinstance(error, FileNotFoundError):  # /proc and the like say so
@@ -85,8 +85,6 @@ def write_random_checkpoint(
         raise CheckpointError(
             f"{path}: the folder cannot be written ({reason}); choose another OUT"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return path
 
 
@@ -100,7 +98,8 @@ def _complete_config(
         raise ConfigError(f"num_shards must be at least 1, found {num_shards}")
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown; it must be one of {list(WEIGHT_DTYPES)}")
-    family = FAMILIES.get(config.get("model_type", ""))
+    kind = config.get("model_type")
+    family = next((family for name, family in FAMILIES.items() if name == kind), None)
     names = [] if family is None else [family.class_name]
     marker = {"seed": seed, "num_shards": num_shards, "version": _RECIPE_VERSION}
     # The tokenizer is ours and the weights are plain, whatever the published ones were.

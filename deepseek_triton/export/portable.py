@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +27,7 @@ import onnx
 
 from deepseek_triton.checkpoint.names import FINAL_NORM
 from deepseek_triton.checkpoint.spec import ModelSpec
+from deepseek_triton.checkpoint.temporary import temporary_sibling
 from deepseek_triton.checkpoint.writer import require_space
 from deepseek_triton.errors import BuildError, ConfigError
 from deepseek_triton.export.attention import new_row_outputs, pool_inputs
@@ -122,21 +121,15 @@ def _new_folder(out_dir: Path, nbytes: int) -> Iterator[Path]:
 
     `nbytes` is what will be written, so that a full disk is told before anything is.
     """
-    temporary: Path | None = None
     try:
         if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
             raise BuildError(f"{out_dir} exists already; remove it or choose another folder")
-        out_dir.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-        temporary.chmod(0o755)  # mkdtemp makes it private
-        require_space(out_dir.parent, nbytes)
-        yield temporary
-        temporary.rename(out_dir)
+        with temporary_sibling(out_dir) as temporary:
+            require_space(out_dir.parent, nbytes)
+            yield temporary
+            temporary.rename(out_dir)
     except OSError as error:
         reason = error.strerror or str(error)
         if error.filename is not None:
             reason += f": {error.filename}"
         raise BuildError(f"{out_dir} cannot be written: {reason}") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)

@@ -44,7 +44,7 @@ def test_a_build_that_fails_leaves_what_was_there(engine: Path, error: type[Base
 def test_what_a_killed_build_left_is_removed_and_a_running_build_is_not_disturbed(
     write_engine: WriteEngine, tmp_path: Path
 ) -> None:
-    killed = tmp_path / ".engine.tmp-1a2b3c"
+    killed = tmp_path / "..engine.tmp-1a2b3c.tmp-4d5e"  # of the model that it was exporting
     killed.mkdir()
     (killed / "weights.bin").write_bytes(b"half of them")
     with create_engine_dir(tmp_path / "engine") as running:
