@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from deepseek_triton.build.manifest import MANIFEST_NAME, FileEntry, Manifest
+from deepseek_triton.build.manifest import FORMAT_VERSION, MANIFEST_NAME, FileEntry, Manifest
 from deepseek_triton.checkpoint.temporary import temporary_sibling
 from deepseek_triton.errors import BuildError, EngineMismatchError
 
@@ -96,10 +97,10 @@ def load_engine_dir(
     path = Path(path)
     try:
         manifest = Manifest.from_json((path / MANIFEST_NAME).read_text(encoding="utf-8"))
-        if target is not None and manifest.target != target:
-            raise EngineMismatchError(f"built for {manifest.target!r}, {target!r} is needed")
-        _check_sizes(path, manifest)
-        if verify_contents:
+        other_target = target is not None and manifest.target != target
+        if not other_target:
+            _check_sizes(path, manifest)
+        if verify_contents and not other_target:
             _check_contents(path, manifest)
     except PermissionError as error:
         raise EngineMismatchError(
@@ -109,9 +110,12 @@ def load_engine_dir(
     except (OSError, UnicodeDecodeError) as error:
         if not (path / MANIFEST_NAME).exists():
             raise EngineMismatchError(_no_manifest(path)) from error
-        raise EngineMismatchError(mismatch(path, str(error))) from error
+        raise EngineMismatchError(_unusable(path, error)) from error
     except EngineMismatchError as error:
-        raise EngineMismatchError(mismatch(path, str(error))) from error
+        raise EngineMismatchError(_unusable(path, error)) from error
+    if other_target:
+        problem = f"built for {manifest.target!r}, {target!r} is needed"
+        raise EngineMismatchError(mismatch(path, problem))
     return EngineDir(path, manifest)
 
 
@@ -121,6 +125,34 @@ def mismatch(path: Path, problem: str) -> str:
         f"engine directory {path}: {problem}; rebuild it: "
         f"make engine CHECKPOINT=<checkpoint folder> ENGINE={path}"
     )
+
+
+def _unusable(path: Path, error: Exception) -> str:
+    return f"engine directory {path}: {error}; {way_out(path)}"
+
+
+def way_out(path: Path) -> str:
+    """Return what to do about an engine directory that cannot be read, as its manifest allows.
+
+    That is to build it again the way it was built, or, if a later version built it, to update.
+    """
+    try:
+        found = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    given = found if isinstance(found, dict) else {}
+    version = given.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        return "a later version of deepseek-triton built it: update this one"
+    command = f"rebuild it: make engine CHECKPOINT=<checkpoint folder> ENGINE={path}"
+    for variable, key in (
+        ("TARGET", "target"),
+        ("PRECISION", "precision"),
+        ("PROVIDER", "provider"),
+    ):
+        if isinstance(value := given.get(key), str) and value:
+            command += f" {variable}={value}"
+    return command + (" DRAFT=mtp" if given.get("draft_file") else "")
 
 
 def _check_sizes(path: Path, manifest: Manifest) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepseek_triton.arguments import naming
+from deepseek_triton.build.engine_dir import way_out
 from deepseek_triton.build.manifest import MANIFEST_NAME, Manifest
 from deepseek_triton.checkpoint.fields import read_json_object
 from deepseek_triton.errors import CheckpointError, ConfigError, EngineMismatchError
@@ -57,7 +58,7 @@ class ServedModel:
                 "build one with make engine"
             ) from error
         except EngineMismatchError as error:
-            raise EngineMismatchError(f"{engine_dir}: {error}; build it again") from error
+            raise EngineMismatchError(f"{engine_dir}: {error}; {way_out(engine_dir)}") from error
         defaults = _generation_defaults(engine_dir / "generation_config.json")
         return cls(
             name=name or manifest.checkpoint.name,

@@ -31,9 +31,21 @@ def test_an_engine_of_an_earlier_version_says_how_to_rebuild_it(
     write_engine: WriteEngine, tmp_path: Path
 ) -> None:
     """Such an engine does not tell which tokens overflowed."""
-    data = json.loads(write_engine(tmp_path).to_json()) | {"format_version": 4}
+    changes = {"format_version": 4, "target": "cuda", "precision": "bf16", "draft_file": "d.onnx"}
+    data = json.loads(write_engine(tmp_path).to_json()) | changes
     (tmp_path / "manifest.json").write_text(json.dumps(data))
     with pytest.raises(EngineMismatchError, match="format_version is 4.*reads 5; rebuild it: make"):
+        load_engine_dir(tmp_path)
+    with pytest.raises(EngineMismatchError, match=r"TARGET=cuda PRECISION=bf16 DRAFT=mtp$"):
+        load_engine_dir(tmp_path)
+
+
+def test_an_engine_of_a_later_version_is_not_to_be_rebuilt(
+    write_engine: WriteEngine, tmp_path: Path
+) -> None:
+    data = json.loads(write_engine(tmp_path).to_json()) | {"format_version": 99}
+    (tmp_path / "manifest.json").write_text(json.dumps(data))
+    with pytest.raises(EngineMismatchError, match="later version .*: update this one$"):
         load_engine_dir(tmp_path)
 
 

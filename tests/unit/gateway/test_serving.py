@@ -69,7 +69,9 @@ def test_what_is_no_engine_directory_is_told_with_the_setting(tmp_path: Path) ->
     with pytest.raises(EngineMismatchError, match=r"^ENGINE \(--engine\): .*make engine"):
         ServedModel.load(tmp_path)
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(EngineMismatchError, match=r"^ENGINE \(--engine\): .*build it again"):
+    with pytest.raises(
+        EngineMismatchError, match=r"^ENGINE \(--engine\): .*rebuild it: make engine"
+    ):
         ServedModel.load(tmp_path)
 
 
