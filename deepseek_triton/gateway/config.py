@@ -36,8 +36,8 @@ class GatewayOptions:
             port = int(server.rpartition(":")[2]) if _ADDRESS.fullmatch(server) else 0
             if not 1 <= port <= 65535 or "/" in server:
                 raise ConfigError(
-                    f"{label('--triton')}: {server!r} is not HOST:PORT of a server's gRPC service "
-                    "(make: its port is GRPC_PORT without TRITON)"
+                    f"{label('--triton')}: {server!r} is not HOST:PORT of a server's gRPC service; "
+                    "make gateway takes TRITON=HOST:PORT, or GRPC_PORT=PORT for this machine"
                 )
         if len(set(self.servers)) != len(self.servers):
             raise ConfigError(f"{label('--triton')}: a server is given twice")

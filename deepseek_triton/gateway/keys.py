@@ -29,6 +29,10 @@ _logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # at most so often the file's time is looked at
 _HEX_DIGITS = 64
+_FORM = (
+    'write {"keys": [{"name": "team-a", "sha256": "…"}]} with the entries that '
+    "`python -m deepseek_triton.gateway --new-key NAME` prints"
+)
 
 
 @dataclass(frozen=True)
@@ -47,20 +51,22 @@ def new_key(name: str) -> tuple[str, dict[str, Any]]:
     return key, {"name": name, "sha256": _digest(key)}
 
 
-def read_key_file(path: Path) -> dict[str, ApiKey]:
+def read_key_file(path: Path, *, may_be_empty: bool = False) -> dict[str, ApiKey]:
     """Return the entries of a key file by digest; raises ConfigError naming what is wrong."""
     with naming("--api-keys"):
-        return _read_keys(path)
+        return _read_keys(path, may_be_empty)
 
 
-def _read_keys(path: Path) -> dict[str, ApiKey]:
+def _read_keys(path: Path, may_be_empty: bool) -> dict[str, ApiKey]:
     try:
         content = read_json_object(path)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     entries = content.get("keys")
     if content.keys() != {"keys"} or not isinstance(entries, list):
-        raise ConfigError(f'{path}: expected {{"keys": [...]}} alone')
+        raise ConfigError(f"{path}: the field keys alone is expected: {_FORM}")
+    if not entries and not may_be_empty:
+        raise ConfigError(f"{path}: keys: the list is empty, so nobody could ask; {_FORM}")
     keys: dict[str, ApiKey] = {}
     for index, entry in enumerate(entries):
         key = _read_entry(entry, f"{path}: keys[{index}]")
@@ -73,7 +79,8 @@ def _read_keys(path: Path) -> dict[str, ApiKey]:
 def _read_entry(entry: object, where: str) -> ApiKey:
     known = set(ApiKey.__dataclass_fields__)
     if not isinstance(entry, dict) or not {"name", "sha256"} <= entry.keys() <= known:
-        raise ConfigError(f"{where}: needs name and sha256, and may have no more than {known}")
+        fields = ", ".join(ApiKey.__dataclass_fields__)
+        raise ConfigError(f"{where}: needs name and sha256, and may have no more than {fields}")
     name, digest = entry["name"], entry["sha256"]
     if not (isinstance(name, str) and name.isprintable() and name):
         raise ConfigError(f"{where}: name {json.dumps(name)} is not a printable text")
@@ -131,7 +138,8 @@ class KeyRing:
             return
         self._stamp = stamp
         try:
-            self._keys = read_key_file(self._path)
+            # Empty here: the last key was taken back, and its owner must not stay in.
+            self._keys = read_key_file(self._path, may_be_empty=True)
         except ConfigError as error:
             _logger.error("the keys stay as they were: %s", error)
         else:

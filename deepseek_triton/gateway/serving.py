@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
+import os
 import signal
 import socket
 import time
@@ -51,13 +53,14 @@ class GatewayServer(uvicorn.Server):
 
         Raises ConfigError for an address that it cannot listen on.
         """
-        try:
-            super().run(sockets)
-        except SystemExit as error:  # uvicorn's, whose log gives the reason
-            settings = " or ".join(map(label, ("--gateway-host", "--gateway-port")))
-            raise ConfigError(
-                f"the gateway cannot listen on {self._url()}; choose another {settings}"
-            ) from error
+        with _unlogged_refusals() as refusals:
+            try:
+                super().run(sockets)
+            except SystemExit as error:
+                reason, way_out = _explain(refusals[-1] if refusals else None)
+                raise ConfigError(
+                    f"the gateway cannot listen on {self._url()}: {reason}; {way_out}"
+                ) from error
         if self._interrupted:
             raise KeyboardInterrupt
 
@@ -119,6 +122,38 @@ class GatewayServer(uvicorn.Server):
             connection.transport.abort()
         if not self.force_exit:
             await asyncio.sleep(_LET_GO_S)
+
+
+@contextlib.contextmanager
+def _unlogged_refusals() -> Generator[list[OSError], None, None]:
+    """Collect the errors that uvicorn would log, bare, before it ends with a SystemExit."""
+    refusals: list[OSError] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        if isinstance(record.msg, OSError):
+            refusals.append(record.msg)
+            return False
+        return True
+
+    log = logging.getLogger("uvicorn.error")
+    log.addFilter(keep)
+    try:
+        yield refusals
+    finally:
+        log.removeFilter(keep)
+
+
+def _explain(refusal: OSError | None) -> tuple[str, str]:
+    """Return why the address cannot be listened on, and the way out."""
+    host, port = map(label, ("--gateway-host", "--gateway-port"))
+    if refusal is None:
+        return "the log says why", f"choose another {host} or {port}"
+    if refusal.errno == errno.EADDRINUSE:
+        return "the port is in use", f"stop what listens there or choose another {port}"
+    # asyncio puts the address into its text once more; what a resolver says has no number of ours.
+    known = (refusal.errno or 0) in errno.errorcode
+    reason = os.strerror(refusal.errno or 0) if known else refusal.strerror or str(refusal)
+    return reason, f"choose another {host} or {port}"
 
 
 class _Protocol(H11Protocol):

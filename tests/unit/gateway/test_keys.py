@@ -122,6 +122,23 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, content: str) ->
         KeyRing(path)
 
 
+def test_an_empty_list_is_refused_with_the_form_that_is_wanted(tmp_path: Path) -> None:
+    said = r'^API_KEYS \(--api-keys\): .*: keys: the list is empty.*"sha256".*--new-key'
+    with pytest.raises(ConfigError, match=said):
+        KeyRing(write(tmp_path / "keys"))
+
+
+def test_a_list_that_is_emptied_later_lets_nobody_in(tmp_path: Path) -> None:
+    clock = Clock()
+    key, entry = new_key("a")
+    path = write(tmp_path / "keys", entry)
+    ring = KeyRing(path, clock)
+    ring.admit(f"Bearer {key}")
+    write(path)
+    clock.now += 2
+    assert refusal(ring, f"Bearer {key}").status == 401
+
+
 def test_a_file_that_is_not_there_is_told_with_the_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^API_KEYS \(--api-keys\): .*nowhere"):
         KeyRing(tmp_path / "nowhere")
