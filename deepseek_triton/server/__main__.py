@@ -132,6 +132,7 @@ def _engine_dir(engine: str, checkpoint: str) -> Path:
         )
     engine_dir = Path(engine) if engine else cached_engine_path(Path(checkpoint))
     if engine and engine_dir.exists() and not is_current(engine_dir, Path(checkpoint)):
+        load_engine_dir(engine_dir, verify_contents=False)  # raises for what cannot be served
         raise ConfigError(
             f"ENGINE={engine}: exists, and is not what CHECKPOINT={checkpoint} builds by default: "
             "leave out CHECKPOINT to serve it as it is, or choose another ENGINE"

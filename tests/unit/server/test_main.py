@@ -66,6 +66,20 @@ def test_another_engine_is_not_replaced_by_a_checkpoints(
     assert (engine / "manifest.json").read_bytes() == before
 
 
+def test_an_old_engine_beside_a_checkpoint_is_not_said_to_be_servable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepseek_triton.server.__main__.configure_logging", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    checkpoint, engine = tmp_path / "checkpoint", tmp_path / "engine"
+    checkpoint.mkdir()
+    engine.mkdir()
+    (engine / "manifest.json").write_text('{"format_version": 4, "precision": "bf16"}')
+    assert main(["--engine", str(engine), "--checkpoint", str(checkpoint)]) == 1
+    assert f"make engine CHECKPOINT=<checkpoint folder> ENGINE={engine} PREC" in caplog.text
+    assert "leave out CHECKPOINT" not in caplog.text
+
+
 def test_an_engine_for_nvidias_container_is_told_so_before_a_server_starts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
