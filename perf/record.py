@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 RESULTS_DIR = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "numpy",
     "onnx",
@@ -22,6 +25,9 @@ PACKAGES = (
     "tritonclient",
     "nvidia-pytriton",
 )
+
+
+_PLACE = re.compile(r"(^|=)<[^<>]+>$")
 
 
 def cpu_model() -> str:
@@ -43,12 +49,35 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
+def command_line(argv: Sequence[str]) -> str:
+    """Return the command to repeat, with each path outside the repository as its <last part>.
+
+    Where a folder lay on the machine says nothing to others.
+    """
+    script, *arguments = argv
+    shown = [os.path.relpath(script, ROOT), *map(_neutral, arguments)]
+    # shlex would quote the brackets, which nobody is to type.
+    return " ".join(["python", *(x if _PLACE.search(x) else shlex.quote(x) for x in shown)])
+
+
+def _neutral(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    if not equals:
+        option, value = "", argument
+    path = os.path.expanduser(value)
+    if not os.path.isabs(path) and not path.startswith(".."):
+        return argument
+    inside = os.path.relpath(path, ROOT)
+    name = f"<{os.path.basename(os.path.abspath(path)) or 'folder'}>"
+    return f"{option}{equals}{name if inside.startswith('..') else inside}"
+
+
 def save_result(name: str, measured: dict[str, Any]) -> Path:
     """Write perf/results/<name>.json, replacing an older run; returns its path."""
     result = {
         "name": name,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": "python " + shlex.join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": command_line(sys.argv),
         "machine": {
             "cpu": cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
