@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,13 @@ PIECE_BYTES = 64 << 20
 
 _READ_BYTES = 1 << 20
 _MAX_HASHERS = 32
+_REBUILT_WITH = {
+    "TARGET": "target",
+    "PRECISION": "precision",
+    "PROVIDER": "provider",
+    "INT4_ACCURACY": "int4_accuracy_level",
+}
+_PLAIN_WORD = re.compile("[a-z0-9_]+")
 _SLOW_BYTES = 2 << 30  # hashing more than this takes seconds: show a bar
 
 
@@ -100,8 +108,8 @@ def load_engine_dir(
         other_target = target is not None and manifest.target != target
         if not other_target:
             _check_sizes(path, manifest)
-        if verify_contents and not other_target:
-            _check_contents(path, manifest)
+            if verify_contents:
+                _check_contents(path, manifest)
     except PermissionError as error:
         raise EngineMismatchError(
             f"engine directory {path}: {error.filename} cannot be read (permission denied); let "
@@ -121,10 +129,11 @@ def load_engine_dir(
 
 def mismatch(path: Path, problem: str) -> str:
     """Return the message for an engine directory that cannot be used because of `problem`."""
-    return (
-        f"engine directory {path}: {problem}; rebuild it: "
-        f"make engine CHECKPOINT=<checkpoint folder> ENGINE={path}"
-    )
+    return f"engine directory {path}: {problem}; {_rebuild(path)}"
+
+
+def _rebuild(path: Path) -> str:
+    return f"rebuild it: make engine CHECKPOINT=<checkpoint folder> ENGINE={path}"
 
 
 def _unusable(path: Path, error: Exception) -> str:
@@ -144,15 +153,11 @@ def way_out(path: Path) -> str:
     version = given.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         return "a later version of deepseek-triton built it: update this one"
-    command = f"rebuild it: make engine CHECKPOINT=<checkpoint folder> ENGINE={path}"
-    for variable, key in (
-        ("TARGET", "target"),
-        ("PRECISION", "precision"),
-        ("PROVIDER", "provider"),
-    ):
-        if isinstance(value := given.get(key), str) and value:
-            command += f" {variable}={value}"
-    return command + (" DRAFT=mtp" if given.get("draft_file") else "")
+    # A file that may have been tampered with says what somebody is to type: plain words alone.
+    words = {name: str(given.get(key)) for name, key in _REBUILT_WITH.items() if key in given}
+    settings = [f" {name}={word}" for name, word in words.items() if _PLAIN_WORD.fullmatch(word)]
+    drafts = " DRAFT=mtp" if given.get("draft_file") else ""
+    return _rebuild(path) + "".join(settings) + drafts
 
 
 def _check_sizes(path: Path, manifest: Manifest) -> None:

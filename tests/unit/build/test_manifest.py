@@ -38,6 +38,11 @@ def test_an_engine_of_an_earlier_version_says_how_to_rebuild_it(
         load_engine_dir(tmp_path)
     with pytest.raises(EngineMismatchError, match=r"TARGET=cuda PRECISION=bf16 DRAFT=mtp$"):
         load_engine_dir(tmp_path)
+    odd = {"target": "x; reboot", "precision": ["$(reboot)"], "provider": None, "draft_file": None}
+    (tmp_path / "manifest.json").write_text(json.dumps(data | odd | {"int4_accuracy_level": 0}))
+    with pytest.raises(EngineMismatchError) as refused:
+        load_engine_dir(tmp_path)
+    assert str(refused.value).endswith(f" ENGINE={tmp_path} INT4_ACCURACY=0")
 
 
 def test_an_engine_of_a_later_version_is_not_to_be_rebuilt(
